@@ -238,7 +238,7 @@ def timing_line(reply: Reply) -> str:
     return (
         f"{timings.prefilled_tokens} tokens read in {timings.prefill:.2f} s ({timings.prefill_speed:.0f}/s), "
         f"{timings.decoded_tokens} written in {timings.decode:.2f} s ({timings.decode_speed:.1f}/s), "
-        f"seed {reply.seed}, ended by {reply.finish_reason}"
+        f"seed {reply.seed}, ended by {reply.finish_reason}{words.guesses(timings)}"
     )
 
 
@@ -261,6 +261,10 @@ def _raw(reply: Reply, model: Tokenizer) -> dict[str, Any]:
             "decode": timings.decode,
             "prefill_speed": timings.prefill_speed,
             "decode_speed": timings.decode_speed,
+            "forced_tokens": timings.forced_tokens,
+            "drafted_tokens": timings.drafted_tokens,
+            "accepted_tokens": timings.accepted_tokens,
+            "gain": timings.gain,
         },
         "logprobs": None
         if reply.logprobs is None

@@ -54,6 +54,8 @@ class Request(RequestOptions):
     """Beginnings of the prompt that are to be kept for a time."""
     visible_tokens: frozenset[int] = frozenset()
     """Control tokens whose text belongs to the reply; that of others is dropped."""
+    idle: bool = False
+    """Whether nobody waits for it: it is served while there is no other request, and gives way to each."""
     timeout: float | None = None
     """Seconds from submission after which the request ends, wherever it is."""
     deadline: float | None = None
@@ -155,6 +157,7 @@ _OWN = Request.__dataclass_fields__.keys() - {
     "reply_prefix",
     "emitted",
     "continued",
+    "idle",
     "event_id",
 }
 _KEYWORDS = _OWN | Sampling.__dataclass_fields__.keys() | {"sampling", "stop", "grammar", "schema", "regex"}
@@ -209,6 +212,13 @@ class Timings:
     """Tokens that were guessed ahead."""
     accepted_tokens: int = 0
     """Those of them that were then drawn: a step less each."""
+    saved: float = 0.0
+    """Seconds that this saved, by how long steps with and without guesses took; below 0: lost."""
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast the reply was written as without guesses, by the same measure."""
+        return (self.decode + self.saved) / self.decode if self.decode > 0 else 1.0
 
     @property
     def prefill_speed(self) -> float:

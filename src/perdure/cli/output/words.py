@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.filesize import decimal
 
 if TYPE_CHECKING:
     from perdure import ChatReply, ContextOverflow
+    from perdure.decode.request import Timings
 
 _TIERS = {
     "slot": "still in the engine",
@@ -61,9 +62,35 @@ def effort(reply: ChatReply) -> str:
         f"reading  {count(timings.prefilled_tokens, 'token')} in {milliseconds(timings.prefill)} "
         f"({timings.prefill_speed:.0f}/s)\n"
         f"writing  {count(timings.decoded_tokens, 'token')} in {milliseconds(timings.decode)} "
-        f"({timings.decode_speed:.1f}/s), ended by {reply.finish_reason}, seed {reply.seed}"
+        f"({timings.decode_speed:.1f}/s), ended by {reply.finish_reason}, seed {reply.seed}{guesses(timings)}"
     )
+
+
+def guesses(timings: Timings) -> str:
+    """What became of tokens that were forced or guessed, behind other words; nothing where none were."""
+    said = f", {timings.forced_tokens} forced" if timings.forced_tokens else ""
+    if timings.drafted_tokens:
+        said += f", {timings.accepted_tokens} of {timings.drafted_tokens} guesses right"
+        said += f" ({timings.gain:.2f} times as fast)" if timings.saved else ""
+    return said
 
 
 def _known(tiers: Mapping[str, int]) -> list[str]:
     return [f"{tokens} {_TIERS.get(tier, f'from {tier}')}" for tier, tokens in tiers.items() if tokens]
+
+
+def served_model(model: dict[str, Any]) -> str:
+    """A line about a model: `small: ready, pinned, 4096 tokens, about 0.5 GiB`."""
+    parts = [model.get("state", "ready")]
+    if model.get("pinned"):
+        parts.append("pinned")
+    if (left := model.get("expires_in")) is not None:
+        parts.append(f"unloaded after {left:.0f} s without a request")
+    parts.append(f"{model['n_ctx']} tokens a request")
+    if model.get("memory_bytes"):
+        parts.append(f"about {model['memory_bytes'] / 2**30:.1f} GiB")
+    if model.get("load_seconds"):
+        parts.append(f"loaded {model['loads']} times, the last in {model['load_seconds']:.1f} s")
+    if model.get("error"):
+        parts.append(f"the last loading failed ({model['error']}); the server's log says why")
+    return f"{model['id']}: {', '.join(parts)}"

@@ -34,7 +34,7 @@ _MOST = 8.0
 _WORTH = 1.02
 """How much more a step with guesses must promise."""
 _UNKNOWN = 0.1
-"""What a token more is taken to cost, in steps, before that was measured."""
+"""What twice as many tokens are taken to cost more, as a part of a step, before that was measured."""
 _MEMORY = 0.9
 """What is left of a measured outcome at the next."""
 
@@ -57,6 +57,11 @@ class StepCosts:
         """Seconds of a step of so many tokens; None where there was none yet."""
         return self._seconds.get(tokens)
 
+    @property
+    def largest(self) -> int:
+        """The most tokens of a step that was measured."""
+        return max(self._seconds, default=0)
+
     def seconds(self, tokens: int) -> float:
         """The same, estimated from the nearest where there was none."""
         if (known := self._seconds.get(tokens)) is not None:
@@ -67,7 +72,7 @@ class StepCosts:
             return self._seconds[above] if above is not None else 0.0
         low = self._seconds[below]
         if above is None:
-            return low * (1 + _UNKNOWN * (tokens - below))
+            return low * (1 + _UNKNOWN * (tokens - below) / below)
         part = (tokens - below) / (above - below)
         return low + part * max(0.0, self._seconds[above] - low)
 
@@ -137,6 +142,8 @@ class Speculator:
     def _adapt(self, chunks: Sequence[Chunk], known: int, room: int) -> None:
         """Guess as far as a step gives more tokens a second by it, and as everybody in it can afford."""
         plain = self._costs.known(known)
+        # What a step costs that is larger than any before is found out by and by.
+        room = min(room, 2 * self._costs.largest - known)
         if plain is None or room <= 0:
             return
         streams = [self._stream(chunk.sequence, plain) for chunk in chunks]
@@ -184,13 +191,12 @@ class Speculator:
         plain = self._costs.known(known)
         if plain is not None:
             for chunk in step:
+                saved = plain * (1 + chunk.agreed) - seconds if guesses else 0.0
+                chunk.sequence.saved += saved
                 stream = self._streams.get(chunk.sequence)
                 if stream is None:
                     continue
-                earned = _SHARE * seconds
-                if guesses:
-                    earned += plain * (1 + chunk.agreed) - seconds
-                    chunk.sequence.saved += plain * (1 + chunk.agreed) - seconds
+                earned = _SHARE * seconds + saved
                 stream.credit = min(stream.credit + earned, _MOST * plain)
                 if (source := self._sources.get(chunk)) is not None:
                     stream.outcome(source, len(chunk.draft), chunk.agreed)

@@ -159,6 +159,13 @@ class TimingsAnswer(ResponseSchema):
     decoded_tokens: int
     prefill_speed: float
     decode_speed: float
+    forced_tokens: int
+    """Written without a draw, since a grammar left no choice."""
+    drafted_tokens: int
+    """Guessed ahead, and of them drawn."""
+    accepted_tokens: int
+    gain: float
+    """How many times as fast as without guesses, as measured."""
 
 
 def _annotation(option: Option) -> Any:
