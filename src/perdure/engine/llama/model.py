@@ -445,7 +445,12 @@ class Model:
             n_ctx=n_ctx,
             n_seq=n_seq,
             n_batch=n_batch,
-            tracer=lambda *asked: self._trace(*asked, threads, rope_freq_base, rope_freq_scale),
+            tracer=functools.partial(
+                self._trace,
+                threads=threads,
+                rope_freq_base=rope_freq_base,
+                rope_freq_scale=rope_freq_scale,
+            ),
         )
 
     def trace(
