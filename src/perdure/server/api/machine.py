@@ -357,7 +357,7 @@ async def ready(app_state: AppStateDep) -> ReadyAnswer:
     """The engine is there, and requests will be answered."""
     if app_state.stopping:
         raise stopping()
-    if app_state.draining:
+    if app_state.life.draining:
         raise ApiError(
             503,
             "the server is draining: what it has begun is finished, ask another one",

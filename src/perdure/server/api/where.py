@@ -64,7 +64,7 @@ async def where(
         waiting=waiting,
         running=running,
         slots=app_state.runtime.slots,
-        draining=app_state.draining,
+        draining=app_state.life.draining,
     )
 
 

@@ -93,6 +93,8 @@ class ServerLife:
     """What changes while a server runs, for all its models together."""
 
     stopping: bool = False
+    draining: bool = False
+    """Whether it was told to stop, and still answers until routers have noticed."""
     not_kept: int = 0
     """Turns that the store refused, since the server started."""
 
@@ -129,9 +131,6 @@ class AppState:
     page: bool = True
     """Whether the page is served at `/`."""
     started: float = field(default_factory=time.time)
-    stopping: bool = False
-    draining: bool = False
-    """Whether it was told to stop, and still answers until routers have noticed."""
     pool: ModelPool | None = None
     """The models, of which `runtime` and `name` are the one that is meant where nobody names one; None where
     it is the only one, and stays loaded."""

@@ -186,7 +186,7 @@ class _Engine(Collector):
             (
                 "vllm:kv_cache_usage_perc",
                 "Part of the slots that is in use, from 0 to 1",
-                served / runtime.slots,
+                served / max(1, sum(runtime.slots for runtime in runtimes)),
             ),
         ):
             yield GaugeMetricFamily(name, what, value=value)
