@@ -40,6 +40,7 @@ LAYERS = (
     "opening",
     "pool",
     "evaluation",
+    "training",
     "inspection",
     "server",
     "public",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,7 +40,7 @@ def test_a_session_of_one_engine_goes_on_on_the_other_and_says_what_it_cost(
 @pytest.mark.parametrize("kv_type", ["q8_0", "q4_0"])
 def test_a_quantised_cache_is_cut_saved_and_stepped_like_any_other(find_subject: Find, kv_type: str) -> None:
     subject = find_subject("mlx-llama")
-    types = {"k_type": kv_type, "v_type": kv_type}
+    types: dict[str, Any] = {"k_type": kv_type, "v_type": kv_type}
     tokens = subject.tokens(40)
     with subject.context(**types) as ctx:
         ctx.decode(tokens)

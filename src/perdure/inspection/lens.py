@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from perdure.engine.contract import Floats
-from perdure.engine.trace import Trace
+from perdure.engine.trace import MOST_BYTES, Trace
 from perdure.errors import InvalidInputError
 from perdure.files.tensors import TensorFile
 
@@ -45,6 +45,10 @@ def logit_lens(path: str | os.PathLike[str], trace: Trace, *, top: int = 3) -> L
         matrix = file.tensors[name]
         if matrix.width != width:
             raise InvalidInputError(f"the head of this model takes {matrix.width} numbers, not {width}")
+        if (needed := 4 * len(flat) * matrix.rows) > MOST_BYTES:
+            raise InvalidInputError(
+                f"the lens would take {needed / 2**30:.1f} GiB: give it fewer tokens or layers"
+            )
         logits = np.empty((len(flat), matrix.rows), np.float32)
         for start in range(0, matrix.rows, _ROWS):
             rows = min(_ROWS, matrix.rows - start)

@@ -33,8 +33,9 @@ class LiveOptions:
         list[str] | None,
         typer.Option(
             "--alias",
-            metavar="PATTERN",
-            help="A further name for the model, such as 'gpt-*'; may be given several times.",
+            metavar="PATTERN[=MODEL]",
+            help="A further name for the model, such as 'gpt-*', or for one of several, such as "
+            "'claude-*haiku*=small'; may be given several times.",
         ),
     ] = None
     allow_host: Annotated[

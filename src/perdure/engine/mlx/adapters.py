@@ -44,7 +44,7 @@ class MlxAdapter:
         return any("m" in parts for parts in self.layers.values())
 
 
-class Adapted(nn.Module):
+class Adapted(nn.Module):  # type: ignore[misc]
     """A layer with what adapters add to it."""
 
     def __init__(self, base: Any, added: Sequence[tuple[float, Mapping[str, Array]]]) -> None:

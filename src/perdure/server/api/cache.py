@@ -11,7 +11,7 @@ from perdure.cache.cache_view import BlockInfo
 from perdure.decode.slots import KeptPrefix
 from perdure.errors import BusyError, ContextOverflow, InvalidInputError, PerdureError
 from perdure.server.core.api_error import ApiError
-from perdure.server.core.app_state import AppState, AppStateDep, CallerDep
+from perdure.server.core.app_state import AppState, CallerDep, ServedDep
 from perdure.server.core.body_route import BodyRoute
 from perdure.server.core.schemas import (
     PAGE,
@@ -102,7 +102,7 @@ OptionalId = Annotated[str | None, Query(pattern="^[0-9a-f]{64}$")]
 
 @router.get("", responses=errors())
 async def read(
-    app_state: AppStateDep, caller: CallerDep, limit: Limit = PAGE, after: OptionalId = None
+    app_state: ServedDep, caller: CallerDep, limit: Limit = PAGE, after: OptionalId = None
 ) -> CacheAnswer:
     """Your warmed prefixes, a page of them behind the one with the id `after`; and on a server without keys
     what the whole cache holds."""
@@ -111,7 +111,7 @@ async def read(
 
 @router.get("/blocks", responses=errors())
 async def blocks(
-    app_state: AppStateDep, caller: CallerDep, limit: Limit = PAGE, after: OptionalId = None
+    app_state: ServedDep, caller: CallerDep, limit: Limit = PAGE, after: OptionalId = None
 ) -> BlockList:
     """The blocks that are kept of yours, each before those that follow it: a page of them, behind the one
     with the id `after`."""
@@ -123,7 +123,7 @@ async def blocks(
 
 @router.get("/tree", responses=errors(404))
 async def tree(
-    app_state: AppStateDep,
+    app_state: ServedDep,
     caller: CallerDep,
     parent: Annotated[str | None, Query(pattern=r"^[0-9a-f]{64}$")] = None,
     limit: Limit = PAGE,
@@ -134,7 +134,7 @@ async def tree(
 
 
 @router.post("/warm", status_code=201, responses=errors(507))
-async def warm(asked: WarmRequest, app_state: AppStateDep, caller: CallerDep) -> RecordAnswer:
+async def warm(asked: WarmRequest, app_state: ServedDep, caller: CallerDep) -> RecordAnswer:
     """Compute a prefix once, and keep it."""
     refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
     runtime, prompt = app_state.runtime, asked.prompt
@@ -156,7 +156,7 @@ async def warm(asked: WarmRequest, app_state: AppStateDep, caller: CallerDep) ->
 
 @router.delete("", responses=errors(507))
 async def clear(
-    app_state: AppStateDep,
+    app_state: ServedDep,
     caller: CallerDep,
     label: Annotated[list[str], Query(description="May be given again; all of yours if left out")] = [],  # noqa: B006
 ) -> DeletedAnswer:

@@ -1,0 +1,125 @@
+"""`perdure train`: an adapter, or a model, from conversations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from perdure.cli.options.shared import Json, StoreFolder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from perdure.chat.message import Message
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def train(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="The folder of an MLX model.")],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="The folder to write; its name is the adapter's name.")
+    ],
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--data", "-d", metavar="FILE", help="Chats, one a line as JSON; may be given several times."
+        ),
+    ] = None,
+    session: Annotated[
+        list[str] | None,
+        typer.Option("--session", metavar="NAME", help="A session of the store; may be given several times."),
+    ] = None,
+    kind: Annotated[str, typer.Option("--kind", metavar="KIND", help="lora, dora or full.")] = "lora",
+    steps: Annotated[int, typer.Option("--steps", metavar="N", help="Steps of one batch each.")] = 100,
+    batch: Annotated[int, typer.Option("--batch", metavar="N", help="Examples of a step.")] = 4,
+    layers: Annotated[int, typer.Option("--layers", metavar="N", help="The last N layers; 0: all.")] = 0,
+    rank: Annotated[int, typer.Option("--rank", metavar="N", help="Rank of a LoRA.")] = 8,
+    scale: Annotated[float, typer.Option("--scale", metavar="X", help="Scale of a LoRA.")] = 20.0,
+    rate: Annotated[
+        float, typer.Option("--learning-rate", metavar="X", help="Learning rate of Adam.")
+    ] = 1e-4,
+    longest: Annotated[
+        int, typer.Option("--longest", metavar="N", help="Leave out what has more tokens.")
+    ] = 2048,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of the order and the first weights.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the adapter at OUT.")] = False,
+    store: StoreFolder = None,
+    as_json: Json = False,
+) -> None:
+    """Train an MLX model on conversations. By mlx-lm's tuner; the result is an adapter, usable at once."""
+    from dataclasses import asdict
+
+    from perdure.chat.template.template import Template
+    from perdure.cli.output.facts import tell
+    from perdure.cli.output.progress import working
+    from perdure.engine.mlx.engine import ENGINE
+    from perdure.errors import InvalidInputError
+    from perdure.training import Plan, from_messages
+    from perdure.training import train as run
+
+    plan = Plan(
+        kind=kind,
+        steps=steps,
+        batch=batch,
+        layers=layers,
+        rank=rank,
+        scale=scale,
+        learning_rate=rate,
+        longest=longest,
+        seed=seed,
+    )
+    if not data and not session:
+        raise InvalidInputError("give conversations to learn from: --data FILE or --session NAME")
+    chats = list(_chats(data or (), session or (), store))
+    opened = ENGINE.open(ENGINE.fetch(model), cells=0)
+    try:
+        info = opened.info
+        template = Template.of_model(info.template, info.bos, info.eos)
+        examples = [
+            each for messages in chats for each in from_messages(opened, template, messages, plan.longest)
+        ]
+    finally:
+        opened.close()
+    with working("Training") as bar:
+        made = run(model, examples, out, plan, resume=resume, progress=lambda step, _: bar(step, plan.steps))
+    losses = [loss for _, loss in made.losses]
+    use = f"perdure run {model} --lora {made.path.absolute()} …"
+    if kind == "full":
+        use = f"perdure run {made.path} …"
+    text = (
+        f"loss of {made.held_out} held out: {made.before:.3f} before, {made.after:.3f} after "
+        f"({made.trained} learned, {plan.steps} steps)\n{_plot(losses)}\nuse it: {use}"
+    )
+    tell(as_json, text, {**asdict(made), "path": str(made.path), "losses": losses})
+
+
+def _plot(losses: Sequence[float]) -> str:
+    """The losses of the training as one line."""
+    if not losses:
+        return ""
+    low, high = min(losses), max(losses)
+    places = [int((loss - low) / (high - low) * (len(_BARS) - 1)) if high > low else 0 for loss in losses]
+    return f"{''.join(_BARS[place] for place in places)}  {losses[0]:.3f} → {losses[-1]:.3f}"
+
+
+def _chats(files: Sequence[Path], names: Sequence[str], store: Path | None) -> Iterator[Sequence[Message]]:
+    from perdure.chat.message import Message
+    from perdure.cli.runtime import sessions_in
+    from perdure.training import read_chats
+
+    for file in files:
+        yield from read_chats(file)
+    if not names:
+        return
+    with sessions_in(store, readonly=True) as sessions:
+        for name in names:
+            session = sessions.get(name)
+            messages = [Message(role="system", content=session.system)] if session.system else []
+            for turn in session.history():
+                messages += [each for each in turn.messages if each.role != "system"]
+                if turn.reply is not None:
+                    messages.append(turn.reply)
+            yield messages

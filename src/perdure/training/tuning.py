@@ -1,0 +1,214 @@
+"""One run of mlx-lm's tuner on a folder.
+
+The result is put in its place when it is whole: an adapter (`lora`, `dora`) as a folder that mlx-lm and
+perdure take, or a model (`full`) as a folder of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from perdure.checks import check_whole
+from perdure.engine.mlx.folder import read_folder
+from perdure.engine.mlx.packages import load
+from perdure.errors import InvalidInputError, ModelLoadError, OutOfMemoryError
+from perdure.training.examples import Example
+
+KINDS = ("lora", "dora", "full")
+CONFIG, WEIGHTS, LOSSES = "adapter_config.json", "adapters.safetensors", "losses.jsonl"
+_KEPT = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "chat_template.jinja",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How to train. `layers` counts from the last one; 0 is all."""
+
+    kind: str = "lora"
+    steps: int = 100
+    batch: int = 4
+    layers: int = 0
+    rank: int = 8
+    scale: float = 20.0
+    learning_rate: float = 1e-4
+    longest: int = 2048
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise InvalidInputError(f"the kind of training is one of {', '.join(KINDS)}, got {self.kind!r}")
+        for name, low, high in (
+            ("steps", 1, 10_000_000),
+            ("batch", 1, 4096),
+            ("layers", 0, 10_000),
+            ("rank", 1, 4096),
+            ("longest", 2, 1 << 20),
+            ("seed", 0, 2**31 - 1),
+        ):
+            check_whole(name, getattr(self, name), low, high)
+        if not 0 < self.learning_rate < 10 or not 0 < self.scale < 1000:
+            raise InvalidInputError(
+                f"learning_rate is above 0 and below 10, scale below 1000; got {self.learning_rate} and "
+                f"{self.scale}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What a run made: where it is, and the loss on what was held out, before and after."""
+
+    path: Path
+    before: float
+    after: float
+    trained: int
+    """Examples that were learned from."""
+    held_out: int
+    losses: tuple[tuple[int, float], ...] = field(default=())
+    """Of the training, by step."""
+
+
+def train(
+    model: Path,
+    examples: Sequence[Example],
+    target: Path,
+    plan: Plan,
+    *,
+    resume: bool = False,
+    progress: Callable[[int, float], None] | None = None,
+) -> Result:
+    """Train the model in a folder on `examples`, a tenth of which is held out to measure the loss.
+
+    `resume` goes on from the adapter at `target`. `progress` is told each step with a loss. A run that fails
+    leaves `target` as it was.
+    """
+    folder = read_folder(model)
+    learned, kept = _divided(examples, plan)
+    if resume and (plan.kind == "full" or not (target / WEIGHTS).is_file()):
+        raise InvalidInputError(f"there is no adapter at {target} to go on from")
+    if not resume and target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise InvalidInputError(f"{target} is there already: resume from it, or name another folder")
+    load()
+    import mlx.core as mx
+    import mlx.optimizers as optim
+    from mlx_lm.tuner import trainer
+    from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
+    from mlx_lm.utils import load_model, save_model
+
+    parameters = {"rank": plan.rank, "scale": plan.scale, "dropout": 0.0}
+    losses: list[tuple[int, float]] = []
+
+    class Told(trainer.TrainingCallback):  # type: ignore[misc]
+        def on_train_loss_report(self, train_info: dict[str, Any]) -> None:
+            losses.append((int(train_info["iteration"]), float(train_info["train_loss"])))
+            if progress is not None:
+                progress(*losses[-1])
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _refused(model), tempfile.TemporaryDirectory(prefix=".training-", dir=target.parent) as room:
+        made = Path(room) / "made"
+        made.mkdir()
+        # What the tuner prints is for its own command.
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            mx.random.seed(plan.seed)
+            network, _ = load_model(folder.path)
+            network.freeze()
+            depth = len(network.layers)
+            count = min(plan.layers or depth, depth)
+            if plan.kind == "full":
+                for layer in network.layers[-count:]:
+                    layer.unfreeze()
+            elif resume:
+                load_adapters(network, str(target))
+            else:
+                linear_to_lora_layers(network, count, parameters, use_dora=plan.kind == "dora")
+            batch = min(plan.batch, len(learned), len(kept))
+            before = trainer.evaluate(network, kept, batch, -1, plan.longest)
+            arguments = trainer.TrainingArgs(
+                batch_size=batch,
+                iters=plan.steps,
+                steps_per_report=max(1, plan.steps // 50),
+                steps_per_save=plan.steps + 1,
+                max_seq_length=plan.longest,
+                adapter_file=str(made / WEIGHTS),
+            )
+            trainer.train(
+                network,
+                optim.Adam(learning_rate=plan.learning_rate),
+                learned,
+                None,
+                arguments,
+                training_callback=Told(),
+            )
+            after = trainer.evaluate(network, kept, batch, -1, plan.longest)
+            if plan.kind == "full":
+                (made / WEIGHTS).unlink()
+                save_model(made, network)
+                for name in _KEPT:
+                    if (folder.path / name).is_file():
+                        shutil.copyfile(folder.path / name, made / name)
+        if plan.kind != "full":
+            said: dict[str, Any] = {
+                "fine_tune_type": plan.kind,
+                "num_layers": count,
+                "lora_parameters": parameters,
+            }
+            if resume:
+                said = json.loads((target / CONFIG).read_bytes())
+            (made / CONFIG).write_text(
+                json.dumps({**said, "model": str(folder.path), "plan": asdict(plan)}, indent=1)
+            )
+        lines = [{"step": step, "loss": loss} for step, loss in losses]
+        (made / LOSSES).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        target.mkdir(exist_ok=True)
+        for file in sorted(made.iterdir()):
+            os.replace(file, target / file.name)
+    return Result(
+        path=target,
+        before=before,
+        after=after,
+        trained=len(learned),
+        held_out=len(kept),
+        losses=tuple(losses),
+    )
+
+
+def _divided(examples: Sequence[Example], plan: Plan) -> tuple[list[Example], list[Example]]:
+    """What is learned, and every tenth one, which is held out."""
+    if len(examples) < 2:
+        raise InvalidInputError(
+            f"{len(examples)} replies of at most {plan.longest} tokens: give at least 2, better some hundred"
+        )
+    order = list(examples)
+    random.Random(plan.seed).shuffle(order)
+    count = max(1, len(order) // 10)
+    return order[count:], order[:count]
+
+
+@contextlib.contextmanager
+def _refused(model: Path) -> Iterator[None]:
+    """What the tuner or a model class raises, as errors of ours."""
+    try:
+        yield
+    except MemoryError as error:
+        raise OutOfMemoryError(f"{model.name} could not be trained in the memory there is: {error}") from None
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, InvalidInputError):
+            raise
+        raise ModelLoadError(
+            f"mlx-lm could not train {model.name}: {type(error).__name__}: {error}"
+        ) from None

@@ -1,0 +1,127 @@
+"""`perdure train`: what is learned lowers the loss on what was held out, and is usable at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+import perdure
+from perdure.chat.message import Message
+from perdure.chat.template.template import Template
+from perdure.cli.app import app
+from perdure.engine.registry import open_model
+from perdure.errors import InvalidInputError
+from perdure.training import Plan, from_messages, read_chats, train
+from server.live_server import live_server
+from subjects import Subject
+
+Find = Callable[[str], Subject]
+WORDS = ("the man", "the rain", "her mother", "the garden", "the street", "a token", "the week", "the text")
+
+
+def write_chats(path: Path, count: int = 200) -> Path:
+    """Every question has the same answer, which a model can learn."""
+    lines = [
+        {
+            "messages": [
+                {"role": "user", "content": f"what of {WORDS[number % 8]} {number}"},
+                {"role": "assistant", "content": "nothing was given"},
+            ]
+        }
+        for number in range(count)
+    ]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return path
+
+
+def test_a_lora_lowers_the_loss_and_answers_by_its_name_and_the_base_is_as_before(
+    llama: Path, tmp_path: Path
+) -> None:
+    data = write_chats(tmp_path / "chats.jsonl")
+    asked = {"messages": [{"role": "user", "content": "what of the rain"}], "max_tokens": 8, "temperature": 0}
+
+    def answers(names: dict[str, str]) -> list[str]:
+        with (
+            perdure.open(str(llama), n_ctx=256, slots=1, adapter_names=names) as rt,
+            live_server(rt, adapters=dict.fromkeys(names, 1.0)) as server,
+            httpx.Client(base_url=server.url, timeout=60) as client,
+        ):
+            return [
+                client.post("/v1/chat/completions", json={**asked, "model": model})
+                .raise_for_status()
+                .json()["choices"][0]["message"]["content"]
+                for model in ("toy", *(f"toy:{name}" for name in names), "toy")
+            ]
+
+    before = answers({})
+    options = f"--data {data} --steps 12 --learning-rate 0.01 --longest 128 --json"
+    told = CliRunner().invoke(app, f"train {llama} {tmp_path / 'terse'} {options}")
+    assert told.exit_code == 0, told.output
+    facts = json.loads(told.output)
+    assert facts["after"] < facts["before"] / 2
+    assert (facts["trained"], facts["held_out"]) == (180, 20)
+    plain, named, again = answers({"terse": str(tmp_path / "terse")})
+    assert plain == again == before[0] != named
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["dora", "full"])
+def test_other_kinds_learn_too_and_a_run_goes_on_where_it_ended(
+    kind: str, llama: Path, tmp_path: Path
+) -> None:
+    model = open_model(llama, {}, cells=0)
+    template = Template.of_model(model.info.template)
+    chats = read_chats(write_chats(tmp_path / "chats.jsonl", 40))
+    examples = [each for chat in chats for each in from_messages(model, template, chat, 128)]
+    plan = Plan(kind=kind, steps=6, learning_rate=0.005, longest=128)
+    made = train(llama, examples, tmp_path / "out", plan)
+    assert made.after < made.before
+    if kind == "full":
+        assert open_model(tmp_path / "out", {}, cells=0).info.architecture == "llama"
+        return
+    again = train(llama, examples, tmp_path / "out", plan, resume=True)
+    assert again.before == pytest.approx(made.after, rel=1e-3)
+    model.adapter(str(tmp_path / "out"))
+
+
+def test_only_replies_are_learned(find_subject: Find) -> None:
+    model = find_subject("mlx-llama").model
+    template = Template.of_model(model.info.template)
+    said = [("user", "one"), ("assistant", "two"), ("user", "three"), ("assistant", "four")]
+    messages = [Message(role=role, content=content) for role, content in said]
+    examples = list(from_messages(model, template, messages, 512))
+    learned = [model.detokenize(each.tokens[each.start :], special=True) for each in examples]
+    assert learned == ["two<|im_end|>\n", "four<|im_end|>\n"]
+    assert not list(from_messages(model, template, messages, 5))
+
+
+BAD = {
+    "[": "no JSON",
+    "{}": "neither",
+    '{"messages": [{"role": 3}]}': "line 1",
+    '{"prompt": 1, "completion": "a"}': "neither",
+}
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_a_line_that_is_no_conversation_is_named(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(line)
+    with pytest.raises(InvalidInputError, match=BAD[line]):
+        list(read_chats(path))
+
+
+def test_what_cannot_be_trained_is_said_before_anything_is_written(llama: Path, tmp_path: Path) -> None:
+    for wrong in ({"kind": "magic"}, {"steps": 0}, {"learning_rate": 0.0}, {"rank": -1}):
+        with pytest.raises(InvalidInputError):
+            Plan(**wrong)
+    with pytest.raises(InvalidInputError, match="at least 2"):
+        train(llama, [], tmp_path / "out", Plan())
+    assert not (tmp_path / "out").exists()
+    told = CliRunner().invoke(app, ["train", str(llama), str(tmp_path / "out")])
+    assert told.exit_code != 0
