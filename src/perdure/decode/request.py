@@ -54,6 +54,8 @@ class Request(RequestOptions):
     """Beginnings of the prompt that are to be kept for a time."""
     visible_tokens: frozenset[int] = frozenset()
     """Control tokens whose text belongs to the reply; that of others is dropped."""
+    idle: bool = False
+    """Whether nobody waits for it: it is served while there is no other request, and gives way to each."""
     timeout: float | None = None
     """Seconds from submission after which the request ends, wherever it is."""
     deadline: float | None = None
@@ -155,6 +157,7 @@ _OWN = Request.__dataclass_fields__.keys() - {
     "reply_prefix",
     "emitted",
     "continued",
+    "idle",
     "event_id",
 }
 _KEYWORDS = _OWN | Sampling.__dataclass_fields__.keys() | {"sampling", "stop", "grammar", "schema", "regex"}

@@ -509,7 +509,7 @@ def make_group(
     sampling.check(context.n_vocab)
     chosen = adapters.choose(request.adapters, ids)
     group = SequenceGroup(len(ids), canceller, deadline)
-    group.rank = _RANKS[request.priority]
+    group.rank = Rank.IDLE if request.idle else _RANKS[request.priority]
     for index in range(request.n):
         sampler = Sampler(sampling.seeded(index), n_ctx=context.n_ctx, breakers=breakers.find)
         sampler.prime(request.prompt)

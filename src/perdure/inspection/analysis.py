@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -83,7 +84,7 @@ def analyse(
             for row in range(len(part)):
                 if at + row + 1 < len(whole):
                     target = whole[at + row + 1]
-                    measures.append(ctx.read_row(lambda r, t=target: measure(r, t, _ALTERNATIVES), row, 0))
+                    measures.append(ctx.read_row(partial(measure, token=target, k=_ALTERNATIVES), row, 0))
         k_norms = v_norms = k_rank = None
         try:
             kv = ctx.kv(rope=False)

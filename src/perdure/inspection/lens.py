@@ -74,7 +74,7 @@ def _normed(file: TensorFile, hidden: Floats) -> Floats:
     epsilon = float(file.metadata.get(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-5))  # type: ignore[arg-type]
     weight = file.floats(file.tensors["output_norm.weight"], 0, 1).reshape(-1)
     scale = np.sqrt(np.mean(hidden.astype(np.float64) ** 2, axis=-1, keepdims=True) + epsilon)
-    return (hidden / scale * weight).astype(np.float32)
+    return np.asarray(hidden / scale * weight, np.float32)
 
 
 def _check(ours: Floats, theirs: Floats) -> None:

@@ -17,6 +17,7 @@ from perdure.chat.message import Message
 from perdure.decode.slots import Plan
 from perdure.errors import StoreFullError
 from perdure.server.api.session_schemas import (
+    AppendRequest,
     CreateRequest,
     EditRequest,
     ForkRequest,
@@ -26,6 +27,7 @@ from perdure.server.api.session_schemas import (
     MemoryList,
     RegenerateRequest,
     RewindRequest,
+    Saying,
     SayRequest,
     SessionAnswer,
     SessionList,
@@ -212,6 +214,21 @@ async def regenerate(
     return await chat_answer(stream, asked, request, app_state, caller, session=name)
 
 
+@router.post("/{name}/append", responses=errors(404, 409, 507))
+async def append(
+    name: Named, asked: AppendRequest, app_state: AppStateDep, caller: CallerDep
+) -> SessionAnswer:
+    """Have messages said that nobody answers yet. They are read while the engine is idle."""
+    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
+
+    def work() -> SessionAnswer:
+        session = _session(app_state, caller, name)
+        session.append(_said(asked, app_state), read_ahead=asked.read_ahead)
+        return SessionAnswer.of(session)
+
+    return await app_state.call(work)
+
+
 @router.post("/{name}/fork", status_code=201, responses=errors(404, 409, 507))
 async def fork(name: Named, asked: ForkRequest, app_state: AppStateDep, caller: CallerDep) -> SessionAnswer:
     """A new session that starts where this one stands, or after one of its turns."""
@@ -362,7 +379,7 @@ def _read(asked: SayRequest, app_state: AppState, caller: Caller) -> tuple[Seque
     return _said(asked, app_state), chat_options(asked, app_state)
 
 
-def _said(asked: SayRequest, app_state: AppState) -> Sequence[Message]:
+def _said(asked: Saying, app_state: AppState) -> Sequence[Message]:
     if (asked.message is None) == (asked.messages is None):
         raise ApiError(400, "message: give either message or messages", param="message", code="invalid_value")
     if asked.message is not None:

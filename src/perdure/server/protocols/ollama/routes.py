@@ -246,7 +246,7 @@ async def generate(
     return await _answered(job, writer, asked, request, app_state, caller)
 
 
-_CHAT_ONLY = frozenset({"variables", "limit_to_context", "stable_prefix", "overflow"})
+_CHAT_ONLY = frozenset({"variables", "limit_to_context", "stable_prefix", "settle", "overflow"})
 
 
 def _check_model(asked: ModelNamed, app_state: AppState, caller: Caller) -> PooledModel | None:
