@@ -182,3 +182,26 @@ def test_a_keep_alive_that_is_none_is_refused(value: Any) -> None:
     with served(spec("a")) as server, server.client() as client:
         assert client.post("/v1/models/a/load", json={"keep_alive": value}).status_code in (400, 422)
         assert states(client) == {"a": "unloaded"}
+
+
+def test_looking_loads_nothing_and_clearing_reaches_every_model(tmp_path: Path) -> None:
+    with (
+        served(spec("a"), spec("b", "sliding"), store=tmp_path, memory=ONE) as server,
+        server.client() as client,
+    ):
+        for path in (
+            "/v1/cache",
+            "/v1/cache/blocks",
+            "/v1/cache/tree",
+            "/v1/machine",
+            "/metrics",
+            "/v1/sessions",
+        ):
+            assert client.get(path).status_code == 200, path
+        assert states(client) == {"a": "unloaded", "b": "unloaded"}
+        for model in ("a", "b"):
+            warmed = client.post(
+                f"/v1/cache/warm?model={model}", json={"prompt": "x" * 100, "labels": ["mine"]}
+            )
+            assert warmed.status_code == 201, warmed.text
+        assert client.delete("/v1/cache?label=mine").json()["deleted"] == 2

@@ -165,6 +165,11 @@ class AppState:
         return f"fp_{self.runtime.model.digest[:16]}"
 
     @property
+    def is_loaded(self) -> bool:
+        """Whether the engine can be asked without being loaded for that."""
+        return self.engine()[0] not in ("starting", "unloading", "unloaded") or self.pool is None
+
+    @property
     def models(self) -> list[PooledModel]:
         """All models, the one that is meant where nobody names one first; none where there is no pool."""
         return [] if self.pool is None else list(self.pool.models.values())
@@ -400,6 +405,12 @@ async def _caller(request: Request) -> Caller:
     return Caller(state.namespace, state.notes, agent, account, request_id, conversation, visit)
 
 
+async def _looked_at(request: Request) -> AppState:
+    app_state = await _app_state(request)
+    model = app_state.check_model(request.query_params.get("model", ""), request.state.namespace)
+    return app_state if model is None else app_state.of_model(model)
+
+
 async def _served(request: Request) -> AppState:
     app_state = await _app_state(request)
     visit = getattr(request.state, VISIT, None) or Visit()
@@ -447,6 +458,9 @@ def _agent(header: str) -> str:
 
 
 AppStateDep = Annotated[AppState, Depends(_app_state)]
+LoadedDep = Annotated[AppState, Depends(_looked_at)]
+"""The app state with the model that the query names, as it is: looking loads nothing, and keeps nothing
+loaded."""
 ServedDep = Annotated[AppState, Depends(_served)]
 """The app state with the model that the query names as `model`, loaded: for routes that need an engine and
 have no body that names one."""
