@@ -31,10 +31,11 @@ _ABOUT = (
 
 
 def mcp(url: Url = None, key: Key = None) -> None:
-    """Offer your sessions to an agent as MCP tools, over standard input and output.
+    """Offer your sessions to an agent as MCP tools.
 
-    The tools list, search, read, wake, fork and label sessions and memories of a running server, and say why
-    prompts were computed again. The exit code is 1 where the package mcp is missing.
+    They come over standard input and output. They list, search, read, wake, fork and label sessions and
+    memories of a running server, and say why prompts were computed again. The exit code is 1 where the
+    package mcp is missing.
     """
     from perdure.cli.output.terminal import note
 
