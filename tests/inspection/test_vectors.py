@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 import perdure
 from perdure import InvalidInputError, Model
 from perdure.cli import main
+from perdure.engine.trace import StepLogits
 from perdure.inspection.vectors import ContrastPair, directions, read_pairs, write_vector
 
 ZooPath = Callable[[str], Path]
@@ -82,3 +84,25 @@ def test_bad_pairs_are_refused_with_their_line(tmp_path: Path, zoo_path: ZooPath
         directions(Model(zoo_path("llama")), [])
     with pytest.raises(InvalidInputError, match="method is one of mean, pca"):
         directions(Model(zoo_path("llama")), PAIRS, method="best")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("speculate", [0, 4])
+def test_a_processor_reads_the_trace_of_its_step(zoo_path: ZooPath, speculate: int) -> None:
+    seen = []
+
+    def processor(tokens: Sequence[int], logits: StepLogits) -> NDArray[np.float32]:
+        trace = logits.trace(layers=[0, 2])
+        assert trace.tokens == tuple(tokens)
+        assert trace.hidden is not None
+        seen.append((trace.hidden.shape, float(np.abs(trace.logits - logits.copy()).max())))
+        return logits.copy()
+
+    with perdure.open(zoo_path("llama"), n_ctx=256, slots=1, threads=1) as rt:
+        prompt = [5, 6, 7, 5, 6, 7, 5, 6, 7]
+        options = {"max_tokens": 3, "temperature": 0, "ignore_eos": True, "speculate": speculate}
+        plain = rt.generate(prompt, **options)  # type: ignore[arg-type]
+        traced = rt.generate(prompt, processors=[processor], **options)  # type: ignore[arg-type]
+    assert traced.tokens == plain.tokens
+    assert [shape for shape, _ in seen] == [(2, 9 + at, 64) for at in range(3)]
+    # What the layers of the trace lead to is what was drawn from.
+    assert max(away for _, away in seen) < 0.1

@@ -99,14 +99,14 @@ def directions(
     apart = np.stack(states[0::2]) - np.stack(states[1::2])
     mean = apart.mean(axis=0)
     if method == "mean" or len(pairs) == 1:
-        return mean.astype(np.float32)
+        return np.asarray(mean, np.float32)
     found = np.empty_like(mean)
     for layer in range(mean.shape[0]):
         # Both signs of each difference: the first component then goes through the middle.
         both = np.concatenate([apart[:, layer], -apart[:, layer]])
         axis = np.linalg.svd(both, full_matrices=False)[2][0]
         found[layer] = axis * float(mean[layer] @ axis)
-    return found.astype(np.float32)
+    return np.asarray(found, np.float32)
 
 
 def write_vector(path: str | os.PathLike[str], found: Floats, architecture: str) -> None:
