@@ -29,8 +29,8 @@ from perdure.cli.commands import (
     serve,
     sessions,
 )
-from perdure.cli.commands.agents import launch, why
-from perdure.cli.commands.inspection import analyse
+from perdure.cli.commands.agents import launch, mcp, why
+from perdure.cli.commands.inspection import analyse, vectors
 from perdure.cli.commands.weights import compare, evaluate, merge, quantize, train
 from perdure.cli.options.shared import defaults
 
@@ -193,6 +193,7 @@ app.command(
 )(launch.launch)
 app.command(name="why", rich_help_panel=_Serve)(why.why)
 app.command(name="report", rich_help_panel=_Serve)(why.report)
+app.command(name="mcp", rich_help_panel=_Serve)(mcp.mcp)
 app.add_typer(keys.app, name="keys", rich_help_panel=_Serve)
 app.add_typer(sessions.app, name="sessions", rich_help_panel=_Kept)
 app.add_typer(cache.app, name="cache", rich_help_panel=_Kept)
@@ -210,6 +211,7 @@ app.command(name="quantize", rich_help_panel=_Models)(quantize.quantize)
 app.command(name="train", rich_help_panel=_Models)(train.train)
 app.command(name="eval", rich_help_panel=_Models)(evaluate.evaluate)
 app.command(name="analyse", rich_help_panel=_Models)(analyse.analyse)
+app.command(name="vectors", rich_help_panel=_Models)(vectors.vectors)
 app.command(name="compare", rich_help_panel=_Models)(compare.compare)
 app.command(name="merge", rich_help_panel=_Models)(merge.merge)
 app.command(name="fuse", rich_help_panel=_Models)(merge.fuse)

@@ -325,6 +325,7 @@ def serve(
         template=engine.template,
         kv_type=engine.kv_type,
         force_kv=engine.force_kv,
+        draft=engine.draft,
         adapters=engine.adapters,
         adapter_names={each: file for each, (file, _) in named.items()} or None,
         **engine.loading,
