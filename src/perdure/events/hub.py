@@ -39,7 +39,7 @@ class Subscription:
         self,
         kinds: frozenset[str] | None = None,
         limit: int = LIMIT,
-        closed: Callable[[Subscription], None] = lambda subscription: None,
+        closed: Callable[[Subscription], None] | None = None,
     ) -> None:
         self._kinds = kinds
         self._limit = limit
@@ -123,7 +123,8 @@ class Subscription:
 
     def close(self) -> None:
         """Ask for no more events. Closing twice is fine."""
-        self._closed(self)
+        if self._closed is not None:
+            self._closed(self)
         self.end()
 
     def __enter__(self) -> Subscription:
