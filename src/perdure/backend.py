@@ -24,6 +24,7 @@ from perdure.config import N_CTX, QUEUE, SLOTS, STORE_BYTES
 from perdure.decode.embedding import EmbeddingFuture, EmbeddingQueue
 from perdure.decode.engine_loop import CHUNK, STALL, EngineLoop
 from perdure.decode.request import Request, check_prompt_size
+from perdure.decode.speculation.draft_model import ModelDrafter, check_vocabulary
 from perdure.decode.speculation.drafter import Drafter
 from perdure.decode.speculation.ngrams import NgramDrafter
 from perdure.decode.stream import OutputQueue, Stream, one_request
@@ -32,6 +33,7 @@ from perdure.engine.context import Context
 from perdure.engine.contract import ContextKeywords, Tokenizer, Tokens
 from perdure.engine.kv_loss import check_kv_type
 from perdure.engine.model import Model
+from perdure.engine.registry import open_model
 from perdure.engine.tuning import tuned
 from perdure.errors import InvalidInputError, StoreError
 from perdure.events.hub import EventHub
@@ -79,6 +81,7 @@ class BackendKeywords(ContextKeywords, total=False):
     force_kv: bool
     adapters: Mapping[str, float] | None
     adapter_names: Mapping[str, str] | None
+    draft: str | Model | None
 
 
 class Backend(Protocol):
@@ -146,14 +149,15 @@ class LocalBackend:
         adapters: Mapping[str, float] | None = None,
         adapter_names: Mapping[str, str] | None = None,
         own_model: bool = False,
+        draft: str | Model | None = None,
         drafters: Sequence[Drafter] | None = None,
         **context: Unpack[ContextKeywords],
     ) -> None:
         """`adapters` are used where a request names none, and `adapter_names` are files by the names that
         requests may use. With `own_blocks` the model's blocks are in a folder of their own inside the store,
         so that engines of other models can write to theirs. `blocks` are places of several machines, behind
-        the disk in this order, and `blocks_key` is what seals state there. `drafters` guess ahead; unless
-        some are given, n-grams do."""
+        the disk in this order, and `blocks_key` is what seals state there. `draft` is a smaller model that
+        guesses ahead where n-grams have no guess; `drafters` guess instead of both."""
         self.model = model
         self.exact = exact
         self.events = EventHub()
@@ -181,6 +185,11 @@ class LocalBackend:
         with ExitStack() as undo:
             self.context, swap_slots = _opened(model, n_ctx, slots, swap_slots if budget else 0, context)
             undo.callback(self.context.close)
+            if drafters is None:
+                drafters = [NgramDrafter()]
+                if draft is not None:
+                    drafters.append(_draft_model(draft, self, context.get("threads")))
+                    undo.callback(drafters[-1].close)
             if self.adapters.always != PLAIN:
                 self.context.adapt(self.adapters.always)
             lower = []
@@ -209,7 +218,7 @@ class LocalBackend:
                 slots=slot_cache if budget else None,
                 adapters=self.adapters,
                 events=self.events,
-                drafters=[NgramDrafter()] if drafters is None else drafters,
+                drafters=drafters,
             )
             undo.callback(self.engine_loop.close)
             if store is not None:
@@ -323,6 +332,21 @@ def _disk_tiers(store: Path, digest: str, budget: int, own_blocks: bool) -> list
         log.warning("the other blocks of this model cannot be read: %s", error)
         archive = None
     return [disk] if archive is None else [disk, archive]
+
+
+def _draft_model(draft: str | Model, backend: LocalBackend, threads: int | None) -> Drafter:
+    """A drafter by a smaller model, which is opened unless it is."""
+    if backend.exact:
+        raise InvalidInputError("an exact runtime does not guess ahead: leave draft or exact out")
+    n_ctx, n_seq = backend.context.n_ctx, backend.context.n_seq
+    model = open_model(draft, {}, cells=n_ctx * n_seq) if isinstance(draft, str) else draft
+    with ExitStack() as undo:
+        if isinstance(draft, str):
+            undo.callback(model.close)
+        check_vocabulary(backend.model, model)
+        context = model.context(n_ctx=n_ctx, n_seq=n_seq, threads=threads)
+        undo.pop_all()
+    return ModelDrafter(model, context, own_model=isinstance(draft, str))
 
 
 def _bytes(name: str, value: int) -> int:

@@ -29,6 +29,8 @@ ReasoningMode = Literal["show", "hide", "capture"]
 """What becomes of a model's reasoning: part of the text, left out, or apart."""
 Value = str | int | float | bool | list[str]
 """Of a setting in the config file."""
+SETTLED = 4096
+"""Tokens of a next prompt's beginning that a server reads while it is idle, after each turn."""
 STORE_BYTES = 16 << 30
 """Blocks in a store, at most."""
 

@@ -40,6 +40,7 @@ _RESOURCES = frozenset(
         "threads",
         "n_batch",
         "force_kv",
+        "draft",
     }
 )
 """Settings that do not change what a reply is: whoever has the store chooses them."""
@@ -186,6 +187,7 @@ def open(  # noqa: A001
     rope_freq_scale: float | None = None,
     adapters: Mapping[str, float] | None = None,
     adapter_names: Mapping[str, str | os.PathLike[str]] | None = None,
+    draft: str | os.PathLike[str] | ModelContract | None = None,
     **unknown: Never,
 ) -> Runtime:
     """A runtime on a model: a file, a name, a loaded model, or the default one.
@@ -207,8 +209,9 @@ def open(  # noqa: A001
     `kv_type` is the type of K and V in one word (`q8_0`, or `q8_0:f16` for K and V); what it costs the
     model is measured once, and one that costs much is refused unless `force_kv`.
     `adapters` are LoRAs and control vectors, files with their scales, for every reply that names no others;
-    `adapter_names` are files by the names that replies may use besides. None is the default of
-    whoever it is for.
+    `adapter_names` are files by the names that replies may use besides. `draft` is a smaller model of the
+    same vocabulary, a file or a name, that guesses ahead for replies with `speculate`. None is the default
+    of whoever it is for.
     """
     # Before a model is fetched and loaded for nothing.
     refuse_unknown(unknown, open)
@@ -243,6 +246,7 @@ def open(  # noqa: A001
             "rope_freq_scale": rope_freq_scale,
             "adapters": None if adapters is None else absolute_scales(adapters),
             "adapter_names": None if adapter_names is None else absolute_names(adapter_names),
+            "draft": _named(draft),
         }
     )
     folder = None if store is None else store_folder(store)
@@ -263,6 +267,14 @@ def open(  # noqa: A001
     if options.loaded and isolated:
         raise InvalidInputError("a loaded model cannot move to another process; give its file or its name")
     return open_runtime(options, template=template)
+
+
+def _named(draft: str | os.PathLike[str] | ModelContract | None) -> str | ModelContract | None:
+    """A draft model as the engine's process finds it, which may be in another folder."""
+    if draft is None or not isinstance(draft, (str, os.PathLike)):
+        return draft
+    file = Path(draft)
+    return str(file.absolute()) if file.exists() else os.fspath(draft)
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:

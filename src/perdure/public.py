@@ -15,10 +15,12 @@ from perdure.decode.stream import Stream
 from perdure.engine.context import Context, Feed
 from perdure.engine.contract import Capabilities
 from perdure.engine.embedder import Embedder, Pooling
+from perdure.engine.key_values import KeyValues
 from perdure.engine.llama.fit import fit, fit_all
 from perdure.engine.llama.model import Model
 from perdure.engine.logits import Candidate, LogitsView
 from perdure.engine.state import Checkpoint
+from perdure.engine.trace import StepLogits, Trace
 from perdure.errors import (
     AmbiguousError,
     BusyError,
@@ -64,6 +66,8 @@ from perdure.errors import (
     UnsupportedSystemError,
 )
 from perdure.evaluation.evaluate import Evaluation, evaluate
+from perdure.events.event import Event
+from perdure.events.hub import Subscription
 from perdure.identity import Identity
 from perdure.memory import FullAttention, Hybrid, MemorySpec, Recurrent, SlidingWindow
 from perdure.models.fit import Fit
@@ -101,6 +105,7 @@ __all__ = [
     "EngineError",
     "EngineLibraryError",
     "Evaluation",
+    "Event",
     "Feed",
     "FetchError",
     "Fit",
@@ -113,6 +118,7 @@ __all__ = [
     "IncompatibleStateError",
     "InvalidInputError",
     "KeptPrefix",
+    "KeyValues",
     "LibraryFetchError",
     "LogitsView",
     "MemorySpec",
@@ -149,6 +155,7 @@ __all__ = [
     "SlidingWindow",
     "StaleViewError",
     "StateError",
+    "StepLogits",
     "StoreDamagedError",
     "StoreError",
     "StoreFullError",
@@ -156,6 +163,7 @@ __all__ = [
     "StoreReadOnlyError",
     "StoreVersionError",
     "Stream",
+    "Subscription",
     "Template",
     "TemplateError",
     "Timings",
@@ -163,6 +171,7 @@ __all__ = [
     "TokenLogprob",
     "Tool",
     "ToolCall",
+    "Trace",
     "Turn",
     "UnsupportedSystemError",
     "Usage",

@@ -247,6 +247,48 @@ def test_a_drafter_that_fails_costs_nobody_a_reply(caplog: pytest.LogCaptureFixt
     assert caplog.text.count("it is not asked again") == 1
 
 
+# A draft model.
+
+
+@every_kind
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_a_draft_model_that_agrees_is_always_right(kind: type[MemorySpec], temperature: float) -> None:
+    """It draws with the same numbers; here it has the same weights."""
+    asked: dict[str, Any] = {"max_tokens": 30, "temperature": temperature, "seed": 3, "ignore_eos": True}
+    with open_toy(draft=ToyModel()) as rt:
+        for text in ("Once", "Once upon", "Twice", "Once upon a time"):
+            plain = rt.generate(text, **asked)
+            reply = rt.generate(text, **asked, speculate=5)
+            assert reply.tokens == plain.tokens
+            assert reply.timings.drafted_tokens == reply.timings.accepted_tokens > 20
+    # Another one agrees now and then, whatever kind of memory it has.
+    with open_toy(kind, draft=ToyModel(kind, seed=9)) as rt:
+        asked |= {"logit_bias": {97: 9.0, 98: 9.0}}
+        plain = rt.generate("Once", **asked)
+        reply = rt.generate("Once", **asked, speculate=5)
+        assert reply.tokens == plain.tokens
+        assert reply.timings.drafted_tokens > reply.timings.accepted_tokens > 0
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match=r"has 262 tokens and the model 261; .* same family"):
+        open_toy(draft=ToyModel(marks=["<other>"]))
+    with pytest.raises(InvalidInputError, match="leave draft or exact out"):
+        open_toy(draft=ToyModel(), exact=True)
+
+
+def test_a_draft_model_catches_up_with_a_long_prompt_by_and_by() -> None:
+    with open_toy(draft=ToyModel(), n_ctx=1024, slots=3) as rt:
+        prompt = [40 + at % 50 for at in range(700)]
+        asked: dict[str, Any] = {"max_tokens": 30, "temperature": 1.0, "seed": 3, "ignore_eos": True}
+        plain = rt.generate(prompt, **asked)
+        jobs = [rt.submit(prompt, **asked, speculate=4) for _ in range(5)]
+        for job in jobs:
+            reply = job.reply()
+            assert reply.tokens == plain.tokens
+            assert reply.timings.accepted_tokens > 0
+
+
 # N-grams.
 
 

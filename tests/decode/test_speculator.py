@@ -94,7 +94,7 @@ class World:
 @pytest.mark.parametrize("slope", [0.0, 0.02, 0.1, 0.5, 1.0])
 @pytest.mark.parametrize("chance", [0.0, 0.3, 0.6])
 def test_no_stream_is_slower_than_98_percent(slope: float, chance: float) -> None:
-    world = World(Speculator([Sometimes(lambda _: chance)], n_ctx=4096), slope)
+    world = World(Speculator([Sometimes(lambda _: chance)], n_ctx=4096, clock=lambda: 0.0), slope)
     for _ in range(6):
         for _, gain in world.write(200):
             assert gain >= 0.98
@@ -102,7 +102,7 @@ def test_no_stream_is_slower_than_98_percent(slope: float, chance: float) -> Non
 
 @pytest.mark.parametrize(("slope", "gain"), [(0.0, 8.0), (0.02, 5.0), (0.1, 2.5), (0.5, 1.2)])
 def test_right_guesses_make_a_stream_faster(slope: float, gain: float) -> None:
-    world = World(Speculator([Sometimes(lambda _: 0.97)], n_ctx=4096), slope)
+    world = World(Speculator([Sometimes(lambda _: 0.97)], n_ctx=4096, clock=lambda: 0.0), slope)
     world.write(50)
     assert world.write(400)[0][1] > gain
 
@@ -116,7 +116,7 @@ def test_who_guesses_wrong_is_not_held_up_by_who_guesses_right(slope: float) -> 
             lucky.add(sequence)
         return 0.97 if sequence in lucky else 0.0
 
-    world = World(Speculator([Sometimes(chance)], n_ctx=4096), slope)
+    world = World(Speculator([Sometimes(chance)], n_ctx=4096, clock=lambda: 0.0), slope)
     world.write(50)
     lucky.clear()
     for _, gain in world.write(300, streams=3):
@@ -124,7 +124,7 @@ def test_who_guesses_wrong_is_not_held_up_by_who_guesses_right(slope: float) -> 
 
 
 def test_a_full_step_gets_no_guesses() -> None:
-    speculator = Speculator([Sometimes(lambda _: 1.0)], n_ctx=4096)
+    speculator = Speculator([Sometimes(lambda _: 1.0)], n_ctx=4096, clock=lambda: 0.0)
     world = World(speculator, 0.0)
     assert world.write(100, streams=FULL - 1)[0][1] > 1
     for sequence, gain in world.write(40, streams=FULL):
@@ -143,3 +143,19 @@ def test_costs_are_estimated_between_what_was_measured() -> None:
     # A step that was held up counts for little.
     costs.observe(1, 100.0)
     assert costs.seconds(1) == pytest.approx(1.2)
+
+
+def test_a_guess_that_takes_longer_than_it_saves_is_given_up() -> None:
+    class Slow(Sometimes):
+        asked = 0
+        now = 0.0
+
+        def draft(self, sequence: TokenSequence, count: int) -> Draft | None:
+            Slow.asked += 1
+            Slow.now += 0.05
+            return super().draft(sequence, count)
+
+    world = World(Speculator([Slow(lambda _: 0.9)], n_ctx=4096, clock=lambda: Slow.now), 0.0)
+    world.write(400)
+    # Each takes as long as five steps, and promises a few tokens at most.
+    assert 0 < Slow.asked < 40

@@ -21,6 +21,7 @@ from perdure.chat.parsing.reply_parser import ReplyParser
 from perdure.chat.plans import ContextWindow, Exchange, ExchangePlan
 from perdure.chat.prompt_builder import Prompt, PromptBuilder
 from perdure.chat.reply import ChatDelta, ChatReply, ReplyReader
+from perdure.chat.settling import Settler
 from perdure.chat.template.template import Rendering, Template
 from perdure.chat.transcript import ChatTokenizer, Transcript
 from perdure.config import ReasoningMode
@@ -50,6 +51,7 @@ class ChatFormat:
             marks |= tool_use.template.mark_texts | tool_use.family.marks
             erased = tuple(sorted({*erased, *tool_use.template.erased_texts}))
         self.tokenizer = ChatTokenizer(backend.model, marks, erased=erased)
+        self.settler = Settler(backend)
         self._builder = PromptBuilder(backend, template, family, self.tokenizer)
         if tool_use is not None:
             tool_use.tokenizer = self.tokenizer
@@ -86,6 +88,25 @@ class ChatFormat:
     def settle(self, messages: Sequence[Message], namespace: str = "") -> tuple[Message, ...]:
         """The messages with volatile text in its place, as a prompt with `stable_prefix` has them."""
         return self._builder.settle(messages, namespace)
+
+    def settle_next(
+        self,
+        messages: Sequence[Message],
+        options: ChatOptions,
+        *,
+        namespace: str,
+        known: Transcript | None,
+        adapters: Mapping[str, float] | None,
+    ) -> None:
+        """Have what a prompt of these messages and one more begins with read while the engine is idle."""
+        chosen = self._for(options)
+        chosen.settler.settle(
+            lambda: chosen._builder.beginning(messages, options, namespace=namespace, known=known),
+            known.tokens if known is not None else (),
+            budget=options.settle,
+            namespace=namespace,
+            adapters=adapters,
+        )
 
     def prompt(
         self,
@@ -223,6 +244,20 @@ class ChatFormat:
                 expected=prompt.expected,
             )
             exchanges.append(Exchange(prompt, whole, reply))
+        if (
+            options.settle
+            and request.n == 1
+            and prompt.prefill is None
+            and reply.finish_reason in ("stop", "tool_calls")
+        ):
+            said, tools, _ = prompt.about
+            self.settle_next(
+                (*said, exchanges[0].reply.whole),
+                replace(options, tools=tools),
+                namespace=namespace,
+                known=exchanges[0].transcript,
+                adapters=request.adapters,
+            )
         return exchanges
 
     def _parser(self, options: ChatOptions, prompt: Prompt, tools: Sequence[Tool]) -> ReplyParser:

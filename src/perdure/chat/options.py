@@ -68,6 +68,12 @@ class ChatOptions:
     stable_prefix: bool = option(
         False, help="whether text that clients are known to change at every turn is moved behind the rest"
     )
+    settle: int = option(
+        0,
+        low=0,
+        high=1 << 20,
+        help="tokens of the next prompt's beginning to read after the reply, while nobody else is served",
+    )
     cache_marks: Sequence[KeptPrefix] = ()
     """Up to where the state of the conversation is to be kept for a time."""
     variables: Mapping[str, Any] | None = None
@@ -131,6 +137,7 @@ class TurnKeywords(ReplyKeywords, total=False):
     limit_to_context: bool
     keep_reasoning: bool | None
     stable_prefix: bool
+    settle: int
     continue_final_message: bool
     add_generation_prompt: bool | None
     date: str | None

@@ -166,6 +166,31 @@ class PromptBuilder:
         self._past.store(past, namespace, prompt.past if goes_on else None)
         self._reasoning_cache.store(asked, reply, namespace)
 
+    def beginning(
+        self,
+        messages: Sequence[Message],
+        options: ChatOptions,
+        *,
+        namespace: str,
+        known: Transcript | None,
+        before: Rendering | None = None,
+    ) -> Sequence[int]:
+        """The tokens that every prompt of these messages and one more begins with. They are as they were made
+        for the template before; `known` is a transcript that they may go on from."""
+        options = replace(options, continue_final_message=False, add_generation_prompt=None, cache_marks=())
+        calls = messages[-1].tool_calls if messages else ()
+        texts = []
+        for word in ("y", "z"):
+            more = Message(role="user", content=word)
+            if calls:
+                more = Message(role="tool", content=word, tool_call_id=calls[0].id, name=calls[0].name)
+            normalised = self._normalised((*messages, more), options)
+            texts.append(self._rendered(normalised, options, before)[0])
+        shared = shared_length(*texts)
+        transcript = self._transcript(texts[0], namespace, known)
+        length = max((tokens for chars, tokens in transcript.cuts if chars <= shared), default=0)
+        return transcript.tokens[:length]
+
     # Text.
 
     def _normalised(self, messages: Sequence[Message], options: ChatOptions) -> Normalised:

@@ -30,6 +30,7 @@ from perdure.cli.commands import (
     sessions,
 )
 from perdure.cli.commands.agents import launch, why
+from perdure.cli.commands.inspection import analyse, vectors
 from perdure.cli.commands.weights import compare, evaluate, merge, quantize, train
 from perdure.cli.options.shared import defaults
 
@@ -208,6 +209,8 @@ app.command(name="rm", rich_help_panel=_Models)(models.rm)
 app.command(name="quantize", rich_help_panel=_Models)(quantize.quantize)
 app.command(name="train", rich_help_panel=_Models)(train.train)
 app.command(name="eval", rich_help_panel=_Models)(evaluate.evaluate)
+app.command(name="analyse", rich_help_panel=_Models)(analyse.analyse)
+app.command(name="vectors", rich_help_panel=_Models)(vectors.vectors)
 app.command(name="compare", rich_help_panel=_Models)(compare.compare)
 app.command(name="merge", rich_help_panel=_Models)(merge.merge)
 app.command(name="fuse", rich_help_panel=_Models)(merge.fuse)

@@ -30,7 +30,7 @@ from perdure.decode.scheduler import (
     lift,
     to_give_way,
 )
-from perdure.decode.sequence import SequenceGroup, make_group
+from perdure.decode.sequence import Rank, SequenceGroup, make_group
 from perdure.decode.slots import FreshSlots, Slots
 from perdure.decode.speculation.drafter import Drafter
 from perdure.decode.speculation.speculator import Speculator
@@ -113,6 +113,8 @@ class EngineLoop:
         self._adapters = adapters or AdapterTable(getattr(model, "adapter", None))
         self._changed = threading.Condition()
         self._waiting: deque[SequenceGroup] = deque()
+        self._idle: deque[SequenceGroup] = deque()
+        """Work that waits until there is no other."""
         self._active: list[SequenceGroup] = []
         self._calls: list[_Call] = []
         self._stop_call: Callable[[], None] | None = None
@@ -147,8 +149,13 @@ class EngineLoop:
         with self._changed:
             if self._closing:
                 raise ClosedError("this runtime is closed")
+            if request.idle:
+                self._events.queued(group, request)
+                self._idle.append(group)
+                self._changed.notify_all()
+                return group
             # Those who came a moment ago and will find a free slot do not count as waiting.
-            free = self._slots.count - sum(each.slots for each in self._active)
+            free = self._slots.count - sum(each.slots for each in self._active if each.rank < Rank.IDLE)
             waiting = len(self._waiting) - free
             if waiting >= self._limit:
                 raise BusyError(
@@ -216,7 +223,7 @@ class EngineLoop:
     def load(self) -> tuple[int, int]:
         """Requests waiting, and being served."""
         with self._changed:
-            return len(self._waiting), len(self._active)
+            return len(self._waiting), sum(group.rank < Rank.IDLE for group in self._active)
 
     def close(self) -> None:
         """End every request as cancelled and stop the engine thread."""
@@ -251,7 +258,7 @@ class EngineLoop:
                 # Only this thread changes who is active: between two steps of theirs, nothing is locked.
                 if not self._active:
                     with self._changed:
-                        while not (self._waiting or self._calls or self._closing):
+                        while not (self._waiting or self._calls or self._closing or self._idle):
                             self._changed.wait()
                 if self._closing:
                     break
@@ -272,7 +279,10 @@ class EngineLoop:
         if self._cancelled or time.monotonic() >= self._next_deadline:
             self._end_overdue()
         if self._waiting:
+            self._set_idle_aside()
             self._admit()
+        elif self._idle and not self._active:
+            self._admit_idle()
         self._turn += 1
         pace = self._pace
         if self._budget.chunk != pace.chunk or self._budget.alone != pace.alone:
@@ -327,7 +337,7 @@ class EngineLoop:
         with self._changed:
             # Before they are looked at: who is cancelled from now on sets it again.
             self._cancelled = False
-            groups = [*self._active, *self._waiting]
+            groups = [*self._active, *self._waiting, *self._idle]
             deadlines = [group.deadline for group in groups if group.deadline is not None]
             self._next_deadline = min(deadlines, default=math.inf)
         now = time.monotonic()
@@ -357,6 +367,29 @@ class EngineLoop:
                 self._waiting.appendleft(later)
         self._collect(self._active)
 
+    def _set_idle_aside(self) -> None:
+        """Idle work gives way before a request is admitted: what it has read is in its slot, and is used."""
+        for group in [each for each in self._active if each.rank == Rank.IDLE]:
+            self._executor.give_way(group)
+            with self._changed:
+                self._active.remove(group)
+                self._idle.appendleft(group)
+
+    def _admit_idle(self) -> None:
+        """One at a time, the latest first: its conversation is the likeliest to go on."""
+        with self._changed:
+            group = self._idle.pop()
+        for each in admit([group], self._slots):
+            with self._changed:
+                self._active.append(each)
+            break
+        else:
+            # Nothing is computed at the moment, so nothing can be waited for: it is left.
+            group.end_cancelled()
+            with self._changed:
+                self._active.append(group)
+        self._collect(self._active)
+
     def _collect(self, groups: Sequence[SequenceGroup]) -> None:
         """Hand the slots of finished sequences on, and finished requests back."""
         changed: list[SequenceGroup] = []
@@ -370,7 +403,9 @@ class EngineLoop:
             self._executor.collect(group)
             if group.done:
                 with self._changed:
-                    (self._active if group in self._active else self._waiting).remove(group)
+                    next(each for each in (self._active, self._waiting, self._idle) if group in each).remove(
+                        group
+                    )
                 self._complete(group)
 
     def _complete(self, group: SequenceGroup) -> None:
@@ -381,8 +416,9 @@ class EngineLoop:
     def _end_all(self, error: BaseException | None) -> None:
         with self._changed:
             self._closing = True
-            groups = [*self._waiting, *self._active]
+            groups = [*self._waiting, *self._active, *self._idle]
             self._waiting.clear()
+            self._idle.clear()
             self._active.clear()
             calls, self._calls = self._calls, []
         for call in calls:

@@ -17,7 +17,8 @@ from perdure.decode.sampling.grammar import Grammar
 from perdure.decode.slots import KeptPrefix, ReuseReport
 from perdure.engine.adapters import absolute_scales
 from perdure.engine.contract import Tokenizer
-from perdure.engine.logits import Candidate, LogitsView
+from perdure.engine.logits import Candidate
+from perdure.engine.trace import StepLogits
 from perdure.errors import ContextOverflow, InvalidInputError, TokenError
 from perdure.events.event import Observer
 from perdure.events.hub import Subscription
@@ -54,6 +55,8 @@ class Request(RequestOptions):
     """Beginnings of the prompt that are to be kept for a time."""
     visible_tokens: frozenset[int] = frozenset()
     """Control tokens whose text belongs to the reply; that of others is dropped."""
+    idle: bool = False
+    """Whether nobody waits for it: it is served while there is no other request, and gives way to each."""
     timeout: float | None = None
     """Seconds from submission after which the request ends, wherever it is."""
     deadline: float | None = None
@@ -155,6 +158,7 @@ _OWN = Request.__dataclass_fields__.keys() - {
     "reply_prefix",
     "emitted",
     "continued",
+    "idle",
     "event_id",
 }
 _KEYWORDS = _OWN | Sampling.__dataclass_fields__.keys() | {"sampling", "stop", "grammar", "schema", "regex"}
@@ -275,8 +279,9 @@ def check_prompt_size(text: str, model: Tokenizer, n_ctx: int) -> None:
 
 # The keywords of a request, typed: an editor completes them, and a type checker finds a misspelt one.
 
-Processor: TypeAlias = Callable[[Sequence[int], LogitsView], NDArray[np.float32]]
-"""Called with the tokens so far and the live logits; returns the logits to draw from."""
+Processor: TypeAlias = Callable[[Sequence[int], StepLogits], NDArray[np.float32]]
+"""Called with the tokens so far and the live logits; returns the logits to draw from. `logits.trace()` has
+what the layers computed."""
 
 
 class SamplingKeywords(TypedDict, total=False):

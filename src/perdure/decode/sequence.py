@@ -29,6 +29,7 @@ from perdure.engine.logits import Candidate, LogitsView, Step
 from perdure.engine.model import Model
 from perdure.engine.row_kernels import NothingToDraw
 from perdure.engine.state import Checkpoint
+from perdure.engine.trace import StepLogits, Trace
 from perdure.errors import ContextOverflow, GrammarError, InvalidInputError
 
 
@@ -185,7 +186,8 @@ class TokenSequence:
                 return context.read_row(self._allowed, row, seq)
             values = context.logits(row, seq).copy()
             for processor in request.processors:
-                with _view_of(values) as view:
+                tracing = functools.partial(context.trace, seq, stop=len(self.tokens))
+                with _view_of(values, tracing) as view:
                     values = _processed(processor(TokensView(self.tokens), view), context)
             return self._allowed(values)
         except NothingToDraw:
@@ -362,11 +364,11 @@ def _logprob(view: LogitsView, token: int, top: int) -> TokenLogprob:
 
 
 @contextmanager
-def _view_of(values: NDArray[np.float32]) -> Iterator[LogitsView]:
+def _view_of(values: NDArray[np.float32], tracing: Callable[..., Trace]) -> Iterator[StepLogits]:
     """A view of one call, over memory of its own: what a processor keeps of it pins nobody else."""
     step = Step(threading.RLock(), values)
     try:
-        yield LogitsView(values, step)
+        yield StepLogits(values, step, tracing)
     finally:
         step.end()
 
@@ -509,7 +511,7 @@ def make_group(
     sampling.check(context.n_vocab)
     chosen = adapters.choose(request.adapters, ids)
     group = SequenceGroup(len(ids), canceller, deadline)
-    group.rank = _RANKS[request.priority]
+    group.rank = Rank.IDLE if request.idle else _RANKS[request.priority]
     for index in range(request.n):
         sampler = Sampler(sampling.seeded(index), n_ctx=context.n_ctx, breakers=breakers.find)
         sampler.prime(request.prompt)

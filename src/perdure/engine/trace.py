@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from perdure.checks import check_whole
 from perdure.engine.contract import Adapter, Floats
+from perdure.engine.logits import LogitsView, Step
 from perdure.errors import InvalidInputError
 
 PARTS = ("hidden", "attention", "ffn", "router")
@@ -110,6 +111,21 @@ class SelectedHead:
     @property
     def name(self) -> str:
         return f"L{self.layer}H{self.head}"
+
+
+class StepLogits(LogitsView):
+    """The logits of one step, for a processor: it may also ask what the layers computed for it."""
+
+    __slots__ = ("_tracing",)
+
+    def __init__(self, row: Floats, step: Step, tracing: Callable[..., Trace]) -> None:
+        super().__init__(row, step)
+        self._tracing = tracing
+
+    def trace(self, *, layers: Sequence[int] | None = None, what: str | Sequence[str] = ("hidden",)) -> Trace:
+        """What layers computed for the tokens so far, as `Context.trace` tells it. They are all read once
+        more for it: this takes as long as reading the prompt and the reply."""
+        return self._tracing(layers=layers, what=what)
 
 
 def checked_parts(what: str | Iterable[str]) -> tuple[str, ...]:

@@ -42,7 +42,7 @@ class KvComparison:
 
 def norms(numbers: Floats) -> Floats:
     """The length of each key or value, by (layer, token, head)."""
-    return np.linalg.norm(numbers, axis=-1).astype(np.float32)
+    return np.asarray(np.linalg.norm(numbers, axis=-1), np.float32)
 
 
 def effective_rank(numbers: Floats) -> Floats:
@@ -51,7 +51,7 @@ def effective_rank(numbers: Floats) -> Floats:
     values = np.linalg.svd(np.moveaxis(numbers, 1, 2).astype(np.float64), compute_uv=False)
     shares = values / np.maximum(values.sum(axis=-1, keepdims=True), _TINY)
     entropy = -np.sum(np.where(shares > 0, shares * np.log(np.maximum(shares, _TINY)), 0.0), axis=-1)
-    return np.exp(entropy).astype(np.float32)
+    return np.asarray(np.exp(entropy), np.float32)
 
 
 def similarity(one: Floats, other: Floats) -> Floats:
@@ -65,7 +65,7 @@ def similarity(one: Floats, other: Floats) -> Floats:
 def drift(one: Floats, other: Floats) -> Floats:
     """The length of each difference by the length of the first, by (layer, token, head)."""
     away = np.linalg.norm(one.astype(np.float64) - other, axis=-1)
-    return (away / np.maximum(np.linalg.norm(one.astype(np.float64), axis=-1), _TINY)).astype(np.float32)
+    return np.asarray(away / np.maximum(np.linalg.norm(one.astype(np.float64), axis=-1), _TINY), np.float32)
 
 
 def compare(one: KeyValues, other: KeyValues) -> KvComparison:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from perdure.engine.contract import Floats
-from perdure.engine.trace import Trace
+from perdure.engine.trace import MOST_BYTES, Trace
 from perdure.errors import InvalidInputError
 from perdure.files.tensors import TensorFile
 
@@ -45,6 +45,10 @@ def logit_lens(path: str | os.PathLike[str], trace: Trace, *, top: int = 3) -> L
         matrix = file.tensors[name]
         if matrix.width != width:
             raise InvalidInputError(f"the head of this model takes {matrix.width} numbers, not {width}")
+        if (needed := 4 * len(flat) * matrix.rows) > MOST_BYTES:
+            raise InvalidInputError(
+                f"the lens would take {needed / 2**30:.1f} GiB: give it fewer tokens or layers"
+            )
         logits = np.empty((len(flat), matrix.rows), np.float32)
         for start in range(0, matrix.rows, _ROWS):
             rows = min(_ROWS, matrix.rows - start)
@@ -70,7 +74,7 @@ def _normed(file: TensorFile, hidden: Floats) -> Floats:
     epsilon = float(file.metadata.get(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-5))  # type: ignore[arg-type]
     weight = file.floats(file.tensors["output_norm.weight"], 0, 1).reshape(-1)
     scale = np.sqrt(np.mean(hidden.astype(np.float64) ** 2, axis=-1, keepdims=True) + epsilon)
-    return (hidden / scale * weight).astype(np.float32)
+    return np.asarray(hidden / scale * weight, np.float32)
 
 
 def _check(ours: Floats, theirs: Floats) -> None:

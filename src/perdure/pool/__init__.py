@@ -1,13 +1,16 @@
 """Several models of one process, loaded when they are asked for and let go when they are not."""
 
-from perdure.pool.pool import ModelPool, PooledModel
-from perdure.pool.spec import ModelSpec, Selection, parse_duration, parse_size, read_selection
+from perdure.pool.pool import ModelFacts, ModelPool, PooledModel, facts_of
+from perdure.pool.spec import ModelSpec, Selection, check_aliases, parse_duration, parse_size, read_selection
 
 __all__ = [
+    "ModelFacts",
     "ModelPool",
     "ModelSpec",
     "PooledModel",
     "Selection",
+    "check_aliases",
+    "facts_of",
     "parse_duration",
     "parse_size",
     "read_selection",

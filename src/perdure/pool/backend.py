@@ -113,22 +113,21 @@ class PooledBackend:
     def close(self) -> None:
         with self._changed:
             self._closed = True
-            opening, remote = self._opening, self._remote
+            opening = self._opening
         if opening is not None:
             opening.join()
-        remote = remote or self._remote
-        if remote is not None:
-            remote.close()
+        if self._remote is not None:
+            self._remote.close()
 
     def _loaded(self) -> RemoteBackend:
-        if self._remote is not None:
-            return self._remote
+        if (found := self._remote) is not None:
+            return found
         self.start()
         with self._changed:
             self._changed.wait_for(lambda: self._opening is None)
-            if self._remote is None:
+            if (found := self._remote) is None:
                 raise self._error or ClosedError("this runtime is closed")
-            return self._remote
+            return found
 
     def _open(self) -> None:
         error: Exception | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import threading
 import time
@@ -13,14 +14,16 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from perdure.backend import Backend, BackendKeywords
+from perdure.config import N_CTX
 from perdure.engine import registry
 from perdure.engine.contract import LoadingKeywords
 from perdure.engine.kv_loss import parse_kv_type
-from perdure.errors import ClosedError, InvalidInputError
+from perdure.errors import ClosedError, InvalidInputError, PerdureError
 from perdure.models.fit import Room
 from perdure.pool.backend import PooledBackend
 from perdure.pool.spec import ModelSpec
 from perdure.runtime import Runtime
+from perdure.sessions.store.base import SessionStore
 from perdure.sessions.store.registry import open_store
 from perdure.store.owner import StoreLock
 from perdure.worker.listener import Listener
@@ -43,6 +46,33 @@ class _Waiter:
 
     loop: asyncio.AbstractEventLoop
     granted: asyncio.Future[None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What a model says of itself; of one that was never loaded, what its file's head says."""
+
+    n_ctx: int
+    n_vocab: int = 0
+    architecture: str = ""
+    size: str = ""
+    nbytes: int = 0
+    digest: str = ""
+    quantisation: str = ""
+
+
+def facts_of(backend: Backend) -> ModelFacts:
+    """What a model that is open says of itself."""
+    info = backend.model.info
+    return ModelFacts(
+        n_ctx=backend.n_ctx,
+        n_vocab=backend.model.n_vocab,
+        architecture=info.architecture,
+        size=info.size_label,
+        nbytes=info.nbytes,
+        digest=backend.model.digest,
+        quantisation=info.quantisation,
+    )
 
 
 class PooledModel(Residence):
@@ -75,10 +105,16 @@ class PooledModel(Residence):
         self.loads = 0
         self.error: Exception | None = None
         self._pool = pool
+        self._facts: ModelFacts | None = None
 
     @property
     def backend(self) -> Backend:
         return self.runtime.backend
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it was loaded at some time, so that its runtime tells of it without waiting."""
+        return not isinstance(self.backend, PooledBackend) or self.backend.remote is not None
 
     @property
     def can_unload(self) -> bool:
@@ -90,6 +126,36 @@ class PooledModel(Residence):
         if self.is_ready:
             return "unloading" if self.draining else "ready"
         return "loading" if self.resident else "unloaded"
+
+    def facts(self) -> ModelFacts:
+        """What is known of it without loading it. It may have to read the head of its file."""
+        backend = self.backend
+        known = backend.remote if isinstance(backend, PooledBackend) else backend
+        if known is not None:
+            return facts_of(known)
+        if self._facts is None:
+            self._facts = self._read_facts()
+        return self._facts
+
+    def _read_facts(self) -> ModelFacts:
+        n_ctx = self.spec.n_ctx if self.spec is not None else None
+        engine = registry.engine_for(self.source)
+        if type(engine).card is registry.Engine.card:
+            # It would load the model to tell.
+            return ModelFacts(n_ctx=n_ctx if isinstance(n_ctx, int) else N_CTX)
+        try:
+            card, _ = engine.card(self.source)
+        except PerdureError:
+            return ModelFacts(n_ctx=n_ctx if isinstance(n_ctx, int) else N_CTX)
+        if n_ctx == "auto":
+            n_ctx = card.context_length
+        return ModelFacts(
+            n_ctx=n_ctx or N_CTX,
+            n_vocab=card.vocabulary or 0,
+            architecture=card.architecture or "",
+            nbytes=card.file_bytes,
+            quantisation=card.quantisation or "",
+        )
 
     @property
     def used(self) -> bool:
@@ -166,10 +232,12 @@ class ModelPool:
         memory: int | None = None,
         keep_alive: float = _FOR_EVER,
         settings: BackendKeywords | None = None,
+        loading: LoadingKeywords | None = None,
         restart_policy: RestartPolicy | None = None,
     ) -> ModelPool:
         """A pool of these models, none loaded but those that are pinned. `memory` bounds what they take of
-        the machine's, instead of what is free now; `settings` are for all, as far as a model does not say."""
+        the machine's, instead of what is free now; `settings` and `loading` are for all, as far as a model
+        does not say."""
         if not specs:
             raise InvalidInputError("a pool needs at least one model")
         room = _room(memory)
@@ -182,7 +250,7 @@ class ModelPool:
             sessions = open_store(store)
             pool._held.callback(sessions.close)
             for spec in specs:
-                pool._add(spec, sessions, store, settings or {}, restart_policy)
+                pool._add(spec, sessions, store, _wanted(spec, settings or {}, loading or {}), restart_policy)
             pool._check_room(explicit=memory is not None)
             if lock is not None:
                 # Whoever uses the store from another process gets the first model.
@@ -217,12 +285,19 @@ class ModelPool:
 
     # For those who use a model.
 
+    def try_acquire(self, model: PooledModel) -> bool:
+        """Have a model until `release`, if it is loaded."""
+        with self._changed:
+            self._check_open()
+            if not model.is_ready or model.draining:
+                return False
+            model.leases += 1
+            return True
+
     async def acquire(self, model: PooledModel) -> None:
         """Return when the model is loaded, and keep it so until `release`."""
         with self._changed:
-            self._check_open()
-            if model.is_ready and not model.draining:
-                model.leases += 1
+            if self.try_acquire(model):
                 return
             loop = asyncio.get_running_loop()
             waiter = _Waiter(loop, loop.create_future())
@@ -239,12 +314,10 @@ class ModelPool:
                     self.release(model)
             raise
 
-    def release(self, model: PooledModel, keep_alive: float | None = None) -> None:
-        """The end of a use. `keep_alive` is how long the model is to stay from now on."""
+    def release(self, model: PooledModel) -> None:
+        """The end of a use."""
         with self._changed:
             model.leases -= 1
-            if keep_alive is not None:
-                model.keep_alive = keep_alive
             model.idle_since = time.monotonic()
             self._changed.notify_all()
 
@@ -344,7 +417,7 @@ class ModelPool:
         waiters, model.waiters = model.waiters, []
         for waiter in waiters:
             model.leases += 1
-            self._tell(waiter, lambda waiter=waiter: self._grant(model, waiter))
+            self._tell(waiter, functools.partial(self._grant, model, waiter))
         self._changed.notify_all()
 
     def _grant(self, model: PooledModel, waiter: _Waiter) -> None:
@@ -356,9 +429,7 @@ class ModelPool:
     def _refuse(self, model: PooledModel, error: Exception) -> None:
         waiters, model.waiters = model.waiters, []
         for waiter in waiters:
-            self._tell(
-                waiter, lambda each=waiter: None if each.granted.done() else each.granted.set_exception(error)
-            )
+            self._tell(waiter, functools.partial(_fail, waiter, error))
 
     def _tell(self, waiter: _Waiter, what: Callable[[], None]) -> None:
         try:
@@ -410,12 +481,14 @@ class ModelPool:
     def _add(
         self,
         spec: ModelSpec,
-        sessions: Any,
+        sessions: SessionStore,
         store: Path | None,
-        settings: BackendKeywords,
+        keywords: tuple[BackendKeywords, LoadingKeywords],
         restart_policy: RestartPolicy | None,
     ) -> None:
-        wanted, loading = _wanted(spec, settings)
+        wanted, loading = keywords
+        if store is not None:
+            wanted["own_blocks"] = True
 
         def open_backend() -> RemoteBackend:
             return RemoteBackend(
@@ -424,7 +497,7 @@ class ModelPool:
                 residence=model,
                 store=store,
                 loading=loading,
-                **{**wanted, **({"own_blocks": True} if store is not None else {})},  # type: ignore[typeddict-item]
+                **wanted,
             )
 
         backend = PooledBackend(open_backend, lambda error: self.gone(model, error))
@@ -455,7 +528,14 @@ class ModelPool:
                 self._changed.wait(due)
 
 
-def _wanted(spec: ModelSpec, settings: BackendKeywords) -> tuple[BackendKeywords, LoadingKeywords]:
+def _fail(waiter: _Waiter, error: Exception) -> None:
+    if not waiter.granted.done():
+        waiter.granted.set_exception(error)
+
+
+def _wanted(
+    spec: ModelSpec, settings: BackendKeywords, loading_of_all: LoadingKeywords
+) -> tuple[BackendKeywords, LoadingKeywords]:
     """How the backend and the model of a spec are opened."""
     wanted: dict[str, Any] = dict(settings)
     if spec.n_ctx is not None:
@@ -466,7 +546,7 @@ def _wanted(spec: ModelSpec, settings: BackendKeywords) -> tuple[BackendKeywords
         wanted["threads"] = spec.threads
     if spec.kv_type is not None:
         wanted["k_type"], wanted["v_type"] = parse_kv_type(spec.kv_type)
-    loading: dict[str, Any] = {}
+    loading: dict[str, Any] = dict(loading_of_all)
     if spec.gpu_layers is not None:
         loading["gpu_layers"] = spec.gpu_layers
     if spec.cpu_experts is not None:

@@ -15,8 +15,8 @@ from perdure.engine import registry
 from perdure.errors import InvalidInputError
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.:/-]{0,99}", re.ASCII)
-_OPTIONS = ("ctx", "slots", "gpu_layers", "cpu_experts", "kv_type", "threads", "template", "keep_alive")
-_OPTIONS += ("memory", "pin")
+_COUNTS = ("ctx", "slots", "gpu_layers", "cpu_experts", "threads")
+_OPTIONS = (*_COUNTS, "kv_type", "template", "keep_alive", "memory", "pin")
 _SPLIT = re.compile(rf",(?=(?:{'|'.join(_OPTIONS)})(?:=|,|$))")
 _LATER_PART = re.compile(r"-(?!00001-)\d{5}-of-\d{5}\.gguf$")
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -195,6 +195,8 @@ def _read(text: str, found: _Collected) -> None:
     name, equals, source = head.partition("=")
     if not equals or Path(head).expanduser().is_file():
         name, source = "", head
+    elif not name:
+        source = ""
     if not source:
         raise InvalidInputError(f"--model {text!r}: a model is NAME=FILE, a file, a folder or a TOML file")
     pairs: dict[str, Any] = {}
@@ -203,7 +205,8 @@ def _read(text: str, found: _Collected) -> None:
         pairs[key] = value if equals else True
     if pairs.get("pin") in ("true", "false"):
         pairs["pin"] = pairs["pin"] == "true"
-    found.models.append(ModelSpec.of(name or _label(source), source, pairs, f"--model {name or source}"))
+    named = name or _label(source)
+    found.models.append(ModelSpec.of(named, source, pairs, f"--model {named}"))
 
 
 def _read_folder(folder: Path, found: _Collected) -> None:

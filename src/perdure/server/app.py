@@ -18,6 +18,7 @@ from perdure.server.core.body_route import body_schema
 from perdure.server.core.middleware import OPEN, AccessLog, Auth, BodyLimits, Cors, HostCheck
 from perdure.server.core.protocol import OPENAI
 from perdure.server.core.schemas import RequestSchema
+from perdure.server.core.visit import Visits
 from perdure.server.protocols import chat, completions, embeddings, llama_server
 from perdure.server.protocols.messages import answers as messages
 from perdure.server.protocols.ollama import routes as ollama
@@ -96,7 +97,7 @@ def _prepare(app: FastAPI) -> None:
 def served(app_state: AppState) -> ASGIApp:
     """The routes behind everything that a request has to pass."""
     app: ASGIApp = Auth(
-        BodyLimits(build(app_state), lambda: app_state.limits, app_state.in_flight), app_state.keys
+        BodyLimits(Visits(build(app_state)), lambda: app_state.limits, app_state.in_flight), app_state.keys
     )
     app = HostCheck(app, lambda: app_state.hosts)
     app = Cors(app, lambda: app_state.origins)

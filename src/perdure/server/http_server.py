@@ -27,6 +27,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from perdure import system
 from perdure.checks import never_waiting
 from perdure.errors import InvalidInputError
+from perdure.pool.backend import PooledBackend
 from perdure.server.app import served, turned_away
 from perdure.server.core import direct_write
 from perdure.server.core.app_state import AppState
@@ -150,9 +151,9 @@ class HttpServer(uvicorn.Server):
 
     def _read_engine_in(self, loop: asyncio.AbstractEventLoop | None) -> None:
         """Have the tokens of an engine in another process come straight to the loop that sends them on."""
-        backend = self._app_state.runtime.backend
-        if isinstance(backend, BackendClient):
-            backend.attach_loop(loop)
+        for runtime in [each.runtime for each in self._app_state.models] or [self._app_state.runtime]:
+            if isinstance(runtime.backend, (BackendClient, PooledBackend)):
+                runtime.backend.attach_loop(loop)
 
     def stop(self, *, now: bool = False) -> None:
         """Have it stop, from any thread; `now` without waiting for replies."""

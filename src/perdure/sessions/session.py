@@ -36,6 +36,7 @@ from perdure.chat.plans import Exchange, SummaryInterrupted
 from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.chat.transcript import Transcript
 from perdure.checks import is_whole
+from perdure.config import SETTLED
 from perdure.decode.request import take_deadline
 from perdure.decode.slots import Plan, ReuseReport, TierUsage
 from perdure.decode.stream import Stream, StreamPlan, submitted
@@ -549,8 +550,8 @@ class Session:
 
     # Changing it.
 
-    def append(self, said: Said) -> None:
-        """Have messages said that nobody answers yet."""
+    def append(self, said: Said, *, read_ahead: bool = True) -> None:
+        """Have messages said that nobody answers yet. They are read ahead while the engine is idle."""
         messages = said_messages(said)
         with self._changing():
             base = self._history
@@ -564,6 +565,24 @@ class Session:
             )
             numbers = self._host.store.add(self._info, [turn], parent=base.head, expected=base.head)
             self._history = base.then(numbers, [turn])
+            if read_ahead:
+                self._read_ahead()
+
+    aappend = _in_thread(append)
+
+    def _read_ahead(self) -> None:
+        """Have the turns so far read while the engine is idle: the next one then computes its own words."""
+        settings = {**self.settings, "settle": self.settings.get("settle") or SETTLED}
+        options, _ = ChatOptions.split(settings)
+        # A model without a template, a template that refuses the messages: they are said all the same.
+        with suppress(PerdureError):
+            self._host.chat_format.settle_next(
+                self._history.messages,
+                options,
+                namespace=self.namespace,
+                known=self._usable,
+                adapters=self._adapters,
+            )
 
     def note(self, origin: Mapping[str, Any]) -> None:
         """Add to what is written down of its origin. Entries that are not named here stay."""

@@ -18,6 +18,8 @@ import typer
 from perdure.cli.options.shared import Json
 from perdure.cli.output.facts import print_json
 
+_LOOK = 5.0
+"""Seconds that a server may take to tell of its models."""
 _POLL = 0.1
 """Seconds between two looks at a server that is starting or stopping."""
 
@@ -121,6 +123,7 @@ def status(as_json: Json = False) -> None:
             "server": asdict(running) if running else None,
             "store": str(store),
             "holder": asdict(holder) if holder else None,
+            "models": _models(running),
         }
         print_json(facts)
     else:
@@ -132,10 +135,27 @@ def status(as_json: Json = False) -> None:
                 f"since {words.moment(running.since)}",
                 indent=8,
             )
+            for model in _models(running):
+                terminal.write_line(f"model   {words.served_model(model)}", indent=8)
         used = f"in use by {holder}" if holder else "in use" if locked else "not in use"
         terminal.write_line(f"store   {store}, {used}", indent=8)
     if running is None:
         raise typer.Exit(1)
+
+
+def _models(running: Server | None) -> list[dict[str, Any]]:
+    """The models of a server with their states; none where it does not tell without a key."""
+    from urllib.request import urlopen
+
+    address = running.address.split(" and ")[0] if running is not None else ""
+    if not address.startswith("http://"):
+        return []
+    try:
+        with urlopen(f"{address}/v1/models", timeout=_LOOK) as answer:
+            found: list[dict[str, Any]] = json.load(answer)["data"]
+    except (OSError, ValueError, KeyError):
+        return []
+    return found
 
 
 def current() -> Server | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from perdure.cli.commands.agents.loaded import load, loaded, unload
 from perdure.cli.options.shared import Json, Yes, model_names
 from perdure.cli.output.facts import print_json
 
@@ -240,6 +241,9 @@ def _short(text: str) -> str:
 
 app = typer.Typer(invoke_without_command=True)
 app.command(name="show")(inspect)
+app.command()(loaded)
+app.command()(load)
+app.command()(unload)
 
 
 @app.callback()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Sequence
 
+    from perdure.backend import BackendKeywords
     from perdure.cli.options.live import SettingsReload
     from perdure.server.core.app_state import AppState
     from perdure.server.core.keys import Keys
@@ -40,6 +41,34 @@ def serve(
             help="A .gguf file, or any name that `perdure pull` takes.",
         ),
     ] = None,
+    models: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model",
+            "-m",
+            metavar="NAME=FILE[,ctx=N…]",
+            help="One of several models, loaded when it is asked for: a file or a name with ctx, slots, "
+            "gpu_layers, kv_type, threads, keep_alive, memory, pin; a folder of GGUF files; or a TOML file. "
+            "May be given several times.",
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            "--memory",
+            metavar="BYTES",
+            show_default="what is free at the start",
+            help="Memory for all models that are loaded at once, such as 12G.",
+        ),
+    ] = None,
+    keep_alive: Annotated[
+        str,
+        typer.Option(
+            "--keep-alive",
+            metavar="SECONDS",
+            help="Unload a model that nobody asked for so long, such as 10m; -1: only to make room.",
+        ),
+    ] = "-1",
     host: Annotated[
         str,
         typer.Option("--host", metavar="ADDRESS", help="Where to listen. Other than loopback needs --keys."),
@@ -183,12 +212,18 @@ def serve(
     from perdure.cli.output.progress import fetching
     from perdure.cli.output.terminal import agrees, note
     from perdure.cli.runtime import usual_store
+    from perdure.config import N_CTX
     from perdure.engine import registry
+    from perdure.engine.kv_loss import parse_kv_type
 
     if new_key is not None:
         _print_key(new_key)
         return
+    from contextlib import closing
+    from dataclasses import replace
+
     from perdure.models.catalogue import names_of
+    from perdure.pool import ModelPool, check_aliases, parse_duration, parse_size, read_selection
 
     try:
         from perdure.server.core.app_state import AppState
@@ -204,6 +239,15 @@ def serve(
         if open_page and not page:
             raise InvalidInputError("--open needs the page; remove --no-page")
         named = dict(map(_named_adapter, adapter or ()))
+        seconds = parse_duration(keep_alive, "--keep-alive")
+        selection = None
+        if models:
+            selection = read_selection([*((model,) if model else ()), *models])
+            budget = selection.memory if memory is None else parse_size(memory, "--memory")
+            _check_several(isolated=isolated, name=name, adapters=bool(named or engine.adapters))
+            check_aliases(live.alias or (), [each.name for each in selection.models])
+        elif memory is not None:
+            raise InvalidInputError("--memory is for several models: name them with --model")
         if store is not None and no_store:
             raise InvalidInputError("--store and --no-store exclude each other; remove one")
         ports = [port, *([_OLLAMA] if ollama else [])]
@@ -216,6 +260,55 @@ def serve(
         note(str(error))
         raise typer.Exit(2) from None
     folder = None if no_store else store or usual_store()
+    if selection is not None:
+        specs = []
+        for spec in selection.models:
+            source = registry.engine_for(spec.source).fetch(spec.source, fetching, agrees)
+            specs.append(replace(spec, source=source, template=spec.template or engine.template))
+        kv: BackendKeywords = {}
+        if engine.kv_type is not None:
+            kv["k_type"], kv["v_type"] = parse_kv_type(engine.kv_type)
+        if threads is not None:
+            kv["threads"] = threads
+        if store_size is not None:
+            kv["store_bytes"] = round(store_size * (1 << 30))
+        pool = ModelPool.open(
+            specs,
+            store=folder,
+            memory=budget,
+            keep_alive=seconds,
+            loading=engine.loading,
+            settings={
+                "n_ctx": engine.n_ctx or N_CTX,
+                "slots": shared.parse_auto(slots) or SLOTS,
+                "queue": queue,
+                "exact": exact,
+                "force_kv": engine.force_kv,
+                **kv,
+            },
+        )
+        with closing(pool):
+            first = pool.default
+            app_state = AppState(
+                runtime=first.runtime,
+                name=first.name,
+                short_names=names_of(first.source),
+                model_bytes=first.facts().nbytes,
+                keys=known,
+                page=page,
+                pool=pool,
+                own_aliases=selection.aliases,
+            )
+            app_state.change(settings_now)
+            set_log_level(live.log_level)
+            reload = SettingsReload(context, host=host)
+            try:
+                _listen(app_state, reload, listening, folder, isolated, open_page=open_page)
+            finally:
+                known.usage.save()
+                if unix_socket is not None:
+                    unix_socket.unlink(missing_ok=True)
+        return
     opener = registry.engine_for(model)
     source = opener.fetch(model, fetching, agrees)
     with perdure.open(
@@ -232,13 +325,17 @@ def serve(
         template=engine.template,
         kv_type=engine.kv_type,
         force_kv=engine.force_kv,
+        draft=engine.draft,
         adapters=engine.adapters,
         adapter_names={each: file for each, (file, _) in named.items()} or None,
         **engine.loading,
     ) as runtime:
+        label = name or opener.label(source)
+        pool = ModelPool.of_runtime(label, runtime, keep_alive=seconds)
         app_state = AppState(
             runtime=runtime,
-            name=name or opener.label(source),
+            name=label,
+            pool=pool,
             short_names=names_of(source),
             model_bytes=runtime.model.info.nbytes,
             keys=known,
@@ -251,9 +348,22 @@ def serve(
         try:
             _listen(app_state, reload, listening, folder, isolated, open_page=open_page)
         finally:
+            pool.close()
             known.usage.save()
             if unix_socket is not None:
                 unix_socket.unlink(missing_ok=True)
+
+
+def _check_several(*, isolated: bool, name: str | None, adapters: bool) -> None:
+    """Refuse what is for one model."""
+    from perdure import InvalidInputError
+
+    if not isolated:
+        raise InvalidInputError("--in-process is for one model: each of several has a process of its own")
+    if name is not None:
+        raise InvalidInputError("--name is for one model: --model NAME=FILE names one of several")
+    if adapters:
+        raise InvalidInputError("adapters are for one model: serve the model with its adapters by itself")
 
 
 def _listen(
@@ -279,17 +389,10 @@ def _listen(
         logging.getLogger(name).setLevel(logging.ERROR)
     for each in listening:
         each.listen(2048)
-    runtime = app_state.runtime
-    holder = getattr(runtime.backend, "holder", None)
-    state = "in a process of its own" if isolated else "in this process"
-    if holder is not None:
-        state = f"in {holder}, which has the store open"
     for title, value in (
         ("address", " and ".join(map(address, listening))),
         ("page", "at that address, in a browser" if app_state.page else "none"),
-        ("model", f"{app_state.name}, {state}"),
-        ("context", f"{runtime.n_ctx} tokens a request"),
-        ("slots", f"{runtime.slots} requests at once"),
+        *_model_lines(app_state, isolated),
         ("store", str(folder) if folder else "none: sessions end with the server"),
         ("keys", _state(app_state.keys)),
     ):
@@ -302,6 +405,27 @@ def _listen(
     server = HttpServer(app_state, read_settings=lambda: reload.into(app_state))
     system.settle_memory()
     server.run(sockets=list(listening))
+
+
+def _model_lines(app_state: AppState, isolated: bool) -> list[tuple[str, str]]:
+    """What is said of the models at the start."""
+    pool = app_state.pool
+    if pool is not None and pool.room is not None:
+        names = [f"{model.name} (pinned)" if model.pinned else model.name for model in app_state.models]
+        return [
+            ("model", f"{', '.join(names)}; each in a process of its own, loaded when it is asked for"),
+            ("memory", f"{pool.room.machine / 2**30:.1f} GiB for those that are loaded at once"),
+        ]
+    runtime = app_state.runtime
+    holder = getattr(runtime.backend, "holder", None)
+    state = "in a process of its own" if isolated else "in this process"
+    if holder is not None:
+        state = f"in {holder}, which has the store open"
+    return [
+        ("model", f"{app_state.name}, {state}"),
+        ("context", f"{runtime.n_ctx} tokens a request"),
+        ("slots", f"{runtime.slots} requests at once"),
+    ]
 
 
 def _named_adapter(text: str) -> tuple[str, tuple[str, float]]:

@@ -23,11 +23,12 @@ T = TypeVar("T")
 
 
 class CacheTypes(TypedDict, total=False):
-    """The K/V types that were chosen."""
+    """The K/V types that were chosen, and the draft model."""
 
     k_type: str
     v_type: str
     force_kv: bool
+    draft: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,7 @@ class EngineOptions:
     template: shared.Template = None
     lora: shared.Lora = None
     control_vector: shared.ControlVector = None
+    draft: shared.DraftModel = None
 
     @property
     def adapters(self) -> dict[str, float] | None:
@@ -64,10 +66,11 @@ class EngineOptions:
     @property
     def cache_types(self) -> CacheTypes:
         """As keywords of `perdure.open`."""
-        if self.kv_type is None:
-            return {}
-        k_type, _, v_type = self.kv_type.partition(":")
-        return {"k_type": k_type, "v_type": v_type or k_type, "force_kv": self.force_kv}
+        chosen: CacheTypes = {} if self.draft is None else {"draft": self.draft}
+        if self.kv_type is not None:
+            k_type, _, v_type = self.kv_type.partition(":")
+            chosen |= {"k_type": k_type, "v_type": v_type or k_type, "force_kv": self.force_kv}
+        return chosen
 
     @property
     def n_ctx(self) -> int | Literal["auto"] | None:

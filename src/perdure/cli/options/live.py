@@ -11,7 +11,7 @@ import typer
 
 from perdure.cli.options.groups import SamplingOptions
 from perdure.cli.options.shared import defaults
-from perdure.config import Overflow, choices, settings
+from perdure.config import SETTLED, Overflow, choices, settings
 from perdure.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -33,8 +33,9 @@ class LiveOptions:
         list[str] | None,
         typer.Option(
             "--alias",
-            metavar="PATTERN",
-            help="A further name for the model, such as 'gpt-*'; may be given several times.",
+            metavar="PATTERN[=MODEL]",
+            help="A further name for the model, such as 'gpt-*', or for one of several, such as "
+            "'claude-*haiku*=small'; may be given several times.",
         ),
     ] = None
     allow_host: Annotated[
@@ -81,6 +82,17 @@ class LiveOptions:
             rich_help_panel=_Access,
         ),
     ] = True
+    settle: Annotated[
+        int,
+        typer.Option(
+            "--settle",
+            min=0,
+            max=1 << 20,
+            metavar="N",
+            help="Tokens of a conversation's next prompt to read ahead while nobody is served; 0: none.",
+            rich_help_panel=_Access,
+        ),
+    ] = SETTLED
     overflow: Annotated[
         Overflow | None,
         typer.Option(
@@ -205,6 +217,7 @@ def live_settings(options: LiveOptions, sampling: SamplingOptions, *, host: str,
             sampling=sampling.given(),
             max_tokens=sampling.max_tokens,
             stable_prefix=options.stable_prefix,
+            settle=options.settle,
             overflow=options.overflow,
         ),
     )

@@ -222,6 +222,15 @@ Ctx = Annotated[
         rich_help_panel=_Engine,
     ),
 ]
+DraftModel = Annotated[
+    str | None,
+    typer.Option(
+        "--draft",
+        metavar="MODEL",
+        help="Smaller model of the same vocabulary that guesses ahead, for replies with --speculate.",
+        rich_help_panel=_Engine,
+    ),
+]
 KvType = Annotated[
     str | None,
     typer.Option(

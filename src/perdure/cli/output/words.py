@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.filesize import decimal
 
@@ -77,3 +77,20 @@ def guesses(timings: Timings) -> str:
 
 def _known(tiers: Mapping[str, int]) -> list[str]:
     return [f"{tokens} {_TIERS.get(tier, f'from {tier}')}" for tier, tokens in tiers.items() if tokens]
+
+
+def served_model(model: dict[str, Any]) -> str:
+    """A line about a model: `small: ready, pinned, 4096 tokens, about 0.5 GiB`."""
+    parts = [model.get("state", "ready")]
+    if model.get("pinned"):
+        parts.append("pinned")
+    if (left := model.get("expires_in")) is not None:
+        parts.append(f"unloaded after {left:.0f} s without a request")
+    parts.append(f"{model['n_ctx']} tokens a request")
+    if model.get("memory_bytes"):
+        parts.append(f"about {model['memory_bytes'] / 2**30:.1f} GiB")
+    if model.get("load_seconds"):
+        parts.append(f"loaded {model['loads']} times, the last in {model['load_seconds']:.1f} s")
+    if model.get("error"):
+        parts.append(f"the last loading failed ({model['error']}); the server's log says why")
+    return f"{model['id']}: {', '.join(parts)}"

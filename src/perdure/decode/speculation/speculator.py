@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from weakref import WeakKeyDictionary
 
 from perdure.decode.scheduler import Budget, Chunk, Step
@@ -100,18 +101,24 @@ class _Stream:
 class Speculator:
     """Adds drafts to steps, in the engine thread."""
 
-    def __init__(self, drafters: Sequence[Drafter], *, n_ctx: int) -> None:
-        """The first of `drafters` that has a guess is asked no further."""
+    def __init__(
+        self, drafters: Sequence[Drafter], *, n_ctx: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """The drafters are asked in their order, until one has a guess."""
+        self._clock = clock
         self._drafters = list(drafters)
         self._n_ctx = n_ctx
         self._streams: WeakKeyDictionary[TokenSequence, _Stream] = WeakKeyDictionary()
         self._costs = StepCosts()
         self._sources: dict[Chunk, str] = {}
         """Of the drafts in the step in flight."""
+        self._asking = 0.0
+        """Seconds that guessing has taken for it."""
 
     def add_drafts(self, step: Step, budget: Budget) -> None:
         """Put guesses behind the last tokens of replies, where they are asked for or pay off."""
         self._sources = {}
+        self._asking = 0.0
         if len(step) >= FULL:
             return
         fixed: list[Chunk] = []
@@ -180,6 +187,7 @@ class Speculator:
 
     def observe(self, step: Step, seconds: float) -> None:
         """Learn from a step that was computed and drawn from in so many seconds."""
+        seconds += self._asking
         known = guesses = 0
         for chunk in step:
             if chunk.is_prompt:
@@ -191,7 +199,8 @@ class Speculator:
         plain = self._costs.known(known)
         if plain is not None:
             for chunk in step:
-                saved = plain * (1 + chunk.agreed) - seconds if guesses else 0.0
+                # A guess that was not used has cost its time too.
+                saved = plain * (1 + chunk.agreed) - seconds if guesses else -self._asking
                 chunk.sequence.saved += saved
                 stream = self._streams.get(chunk.sequence)
                 if stream is None:
@@ -200,7 +209,7 @@ class Speculator:
                 stream.credit = min(stream.credit + earned, _MOST * plain)
                 if (source := self._sources.get(chunk)) is not None:
                     stream.outcome(source, len(chunk.draft), chunk.agreed)
-        self._costs.observe(known + guesses, seconds)
+        self._costs.observe(known + guesses, seconds if guesses else seconds - self._asking)
 
     def forget(self, sequence: TokenSequence) -> None:
         """A sequence has ended."""
@@ -225,6 +234,13 @@ class Speculator:
         count = min(count, sequence.room - 1, self._n_ctx - len(sequence.tokens))
         if count < 1:
             return None
+        started = self._clock()
+        try:
+            return self._first_guess(sequence, count)
+        finally:
+            self._asking += self._clock() - started
+
+    def _first_guess(self, sequence: TokenSequence, count: int) -> Draft | None:
         for drafter in list(self._drafters):
             try:
                 draft = drafter.draft(sequence, count)

@@ -189,8 +189,10 @@ class StateCalls(GuardedCore):
         *,
         layers: Sequence[int] | None = None,
         what: str | Sequence[str] = ("hidden",),
+        stop: int | None = None,
     ) -> Trace:
-        """What layers compute for the tokens of `seq`: any of `hidden`, `attention`, `ffn` and `router`.
+        """What layers compute for the tokens of `seq`, or for the first `stop` of them: any of `hidden`,
+        `attention`, `ffn` and `router`.
 
         The tokens are computed again, in a context of their own that is given back afterwards: nothing here
         changes or becomes slower. For `attention` that is done without flash attention. Keys and values
@@ -199,6 +201,7 @@ class StateCalls(GuardedCore):
         parts = checked_parts(what)
         with self._turn(seq):
             tokens = self._held(seq)
+            tokens = tokens[: len(tokens) if stop is None else check_whole("stop", stop, 1, len(tokens))]
             adapters = self._sets[seq]
         if self._tracer is None:
             raise InvalidInputError("this engine has no layers that could be traced")

@@ -18,7 +18,15 @@ from perdure import models, system
 from perdure.checks import check_whole, is_whole
 from perdure.config import N_CTX, settings
 from perdure.engine.context import Context
-from perdure.engine.contract import Adapter, Capabilities, ContextKeywords, ModelInfo, PairForm
+from perdure.engine.contract import (
+    Adapter,
+    Capabilities,
+    ContextKeywords,
+    ModelInfo,
+    PairForm,
+    Tokens,
+    token_array,
+)
 from perdure.engine.embedder import CHUNK, Embedder, Pooling
 from perdure.engine.key_values import Rope
 from perdure.engine.llama.adapters import ControlVector, LlamaAdapter
@@ -44,7 +52,7 @@ from perdure.engine.llama.offload import (
 from perdure.engine.llama.preflight import check_header, rope_factors, rope_limit
 from perdure.engine.llama.tokenizer import Tokenizer
 from perdure.engine.llama.weights import Weights
-from perdure.engine.trace import Trace, checked_layers
+from perdure.engine.trace import Trace, checked_layers, checked_parts
 from perdure.errors import (
     ClosedError,
     EngineError,
@@ -437,8 +445,25 @@ class Model:
             n_ctx=n_ctx,
             n_seq=n_seq,
             n_batch=n_batch,
-            tracer=lambda *asked: self._trace(*asked, threads, rope_freq_base, rope_freq_scale),
+            tracer=functools.partial(
+                self._trace,
+                threads=threads,
+                rope_freq_base=rope_freq_base,
+                rope_freq_scale=rope_freq_scale,
+            ),
         )
+
+    def trace(
+        self,
+        tokens: Tokens,
+        *,
+        layers: Sequence[int] | None = None,
+        what: str | Sequence[str] = ("hidden",),
+        threads: int | None = None,
+    ) -> Trace:
+        """What layers compute for `tokens`, as `Context.trace` tells it of a sequence."""
+        ids = token_array(tokens, self.n_vocab)
+        return self._trace(ids, checked_parts(what), layers, {}, threads, 0.0, 0.0)
 
     def _trace(
         self,

@@ -11,7 +11,7 @@ from perdure.cache.cache_view import BlockInfo
 from perdure.decode.slots import KeptPrefix
 from perdure.errors import BusyError, ContextOverflow, InvalidInputError, PerdureError
 from perdure.server.core.api_error import ApiError
-from perdure.server.core.app_state import AppState, AppStateDep, CallerDep
+from perdure.server.core.app_state import AppState, AppStateDep, CallerDep, LoadedDep, ServedDep
 from perdure.server.core.body_route import BodyRoute
 from perdure.server.core.schemas import (
     PAGE,
@@ -24,6 +24,7 @@ from perdure.server.core.schemas import (
     errors,
     refuse_fields,
 )
+from perdure.server.core.visit import Visit
 
 
 class WarmRequest(RequestSchema):
@@ -102,19 +103,23 @@ OptionalId = Annotated[str | None, Query(pattern="^[0-9a-f]{64}$")]
 
 @router.get("", responses=errors())
 async def read(
-    app_state: AppStateDep, caller: CallerDep, limit: Limit = PAGE, after: OptionalId = None
+    app_state: LoadedDep, caller: CallerDep, limit: Limit = PAGE, after: OptionalId = None
 ) -> CacheAnswer:
     """Your warmed prefixes, a page of them behind the one with the id `after`; and on a server without keys
     what the whole cache holds."""
+    if not app_state.is_loaded:
+        return CacheAnswer(records=[], has_more=False, totals=None)
     return await app_state.call(_read, app_state, caller.namespace, limit, after)
 
 
 @router.get("/blocks", responses=errors())
 async def blocks(
-    app_state: AppStateDep, caller: CallerDep, limit: Limit = PAGE, after: OptionalId = None
+    app_state: LoadedDep, caller: CallerDep, limit: Limit = PAGE, after: OptionalId = None
 ) -> BlockList:
     """The blocks that are kept of yours, each before those that follow it: a page of them, behind the one
     with the id `after`."""
+    if not app_state.is_loaded:
+        return BlockList(data=[], has_more=False)
     found = await app_state.call(
         app_state.runtime.cache.blocks, namespace=caller.namespace, limit=limit + 1, after=after
     )
@@ -123,18 +128,20 @@ async def blocks(
 
 @router.get("/tree", responses=errors(404))
 async def tree(
-    app_state: AppStateDep,
+    app_state: LoadedDep,
     caller: CallerDep,
     parent: Annotated[str | None, Query(pattern=r"^[0-9a-f]{64}$")] = None,
     limit: Limit = PAGE,
     after: Annotated[int, Query(ge=0, lt=2**31)] = 0,
 ) -> RunList:
     """What is kept for you as a tree of shared prefixes: what starts it, or follows the run `parent`."""
+    if not app_state.is_loaded:
+        return RunList(data=[], has_more=False)
     return await app_state.call(_runs, app_state, caller.namespace, parent, limit, after)
 
 
 @router.post("/warm", status_code=201, responses=errors(507))
-async def warm(asked: WarmRequest, app_state: AppStateDep, caller: CallerDep) -> RecordAnswer:
+async def warm(asked: WarmRequest, app_state: ServedDep, caller: CallerDep) -> RecordAnswer:
     """Compute a prefix once, and keep it."""
     refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
     runtime, prompt = app_state.runtime, asked.prompt
@@ -160,10 +167,19 @@ async def clear(
     caller: CallerDep,
     label: Annotated[list[str], Query(description="May be given again; all of yours if left out")] = [],  # noqa: B006
 ) -> DeletedAnswer:
-    """Drop your prefixes that carry one of the labels, wherever they are kept; or all of yours."""
-    return DeletedAnswer(
-        deleted=await app_state.call(app_state.runtime.cache.clear, label or None, namespace=caller.namespace)
-    )
+    """Drop your prefixes that carry one of the labels, wherever they are kept; or all of yours. With several
+    models, those of each: one that is not loaded is loaded for that."""
+    deleted = 0
+    for name in [model.name for model in app_state.models] or [""]:
+        visit = Visit()
+        try:
+            served = await app_state.serving(name, visit)
+            deleted += await served.call(
+                served.runtime.cache.clear, label or None, namespace=caller.namespace
+            )
+        finally:
+            visit.close()
+    return DeletedAnswer(deleted=deleted)
 
 
 def _record(record: KeptPrefix) -> RecordAnswer:

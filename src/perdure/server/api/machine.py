@@ -12,6 +12,7 @@ from starlette.responses import Response
 from perdure.cache.cache_view import SlotState
 from perdure.errors import PerdureError
 from perdure.models.catalogue import ranked, recommended
+from perdure.pool import PooledModel
 from perdure.server.core.api_error import ApiError, stopping
 from perdure.server.core.app_state import AppState, AppStateDep, CallerDep
 from perdure.server.core.keys import METRICS
@@ -173,7 +174,7 @@ async def catalogue(app_state: AppStateDep) -> CatalogueList:
 
 
 def _catalogue(app_state: AppState) -> CatalogueList:
-    best = recommended()
+    best, states = recommended(), app_state.by_model()
     return CatalogueList(
         data=[
             CatalogueEntry(
@@ -181,7 +182,7 @@ def _catalogue(app_state: AppState) -> CatalogueList:
                 aliases=list(model.aliases),
                 fit=fit,
                 recommended=model is best,
-                served=model.name in app_state.short_names,
+                served=any(model.name in each.short_names for each in states),
                 nbytes=model.size,
                 memory_bytes=model.memory,
                 context=model.context,
@@ -265,7 +266,9 @@ def _machine(app_state: AppState, namespace: str) -> MachineAnswer:
         version=version("perdure"),
         started=app_state.started,
         needs_key=app_state.keys.required,
-        models=[_model(app_state, namespace)],
+        models=[_model(app_state, namespace)]
+        if len(app_state.models) < 2
+        else [_pooled(app_state, model, namespace) for model in app_state.models],
     )
 
 
@@ -293,6 +296,25 @@ def _model(app_state: AppState, namespace: str) -> MachineModel:
         devices=devices,
         waiting=waiting,
         slots=[_slot(app_state, slot, namespace) for slot in slots],
+    )
+
+
+def _pooled(app_state: AppState, model: PooledModel, namespace: str) -> MachineModel:
+    """One of several models: one that is not loaded is not loaded to tell of it."""
+    if model.is_known:
+        return _model(app_state.of_model(model), namespace)
+    facts = model.facts()
+    return MachineModel(
+        id=model.name,
+        state=model.loading,
+        restarts=0,
+        architecture=facts.architecture,
+        size=facts.size,
+        nbytes=facts.nbytes or None,
+        n_ctx=facts.n_ctx,
+        devices="",
+        waiting=len(model.waiters),
+        slots=[],
     )
 
 
@@ -336,15 +358,17 @@ async def ready(app_state: AppStateDep) -> ReadyAnswer:
     if app_state.stopping:
         raise stopping()
     state, restarts = app_state.engine()
-    if state != "ready":
+    # One that is not loaded is, once somebody asks for it.
+    waits = app_state.pool is not None and state in ("starting", "unloading", "unloaded")
+    if state != "ready" and not waits:
         raise ApiError(
             503, f"the engine is {state}", kind="server_error", code="engine_unavailable", retry_after=2
         )
     return ReadyAnswer(
         model=app_state.name,
-        slots=app_state.runtime.slots,
+        slots=sum(runtime.slots for runtime in app_state.loaded_runtimes()),
         restarts=restarts,
-        not_kept=app_state.not_kept,
+        not_kept=app_state.life.not_kept,
     )
 
 

@@ -9,10 +9,13 @@ from fastapi import APIRouter
 from pydantic import Field
 
 from perdure.options import options_of
+from perdure.pool import PooledModel, facts_of, parse_duration
 from perdure.request_options import RequestOptions, Sampling
-from perdure.server.core.app_state import AppState, AppStateDep, CallerDep
+from perdure.server.core.api_error import ApiError
+from perdure.server.core.app_state import AppState, AppStateDep, CallerDep, ServedDep
 from perdure.server.core.body_route import BodyRoute
 from perdure.server.core.schemas import (
+    NO_BODY,
     Items,
     RequestSchema,
     ResponseSchema,
@@ -62,6 +65,19 @@ class ModelAnswer(ResponseSchema):
     n_vocab: int
     architecture: str
     digest: str
+    """Empty of a model that was never loaded."""
+    state: Literal["unloaded", "loading", "ready", "unloading"] = "ready"
+    pinned: bool = False
+    loads: int = 1
+    """How often it was loaded since the server started."""
+    load_seconds: float | None = None
+    """That its last loading took."""
+    expires_in: float | None = None
+    """Seconds after which it is unloaded if nobody asks for it; none: not by time."""
+    memory_bytes: int | None = None
+    """That it is predicted to take, on the machine and on devices."""
+    error: str | None = None
+    """Why it could not be loaded, the last time that it was tried."""
 
 
 class CodexModel(ResponseSchema):
@@ -129,24 +145,55 @@ async def list_options() -> OptionList:
 
 @router.get("/v1/models", responses=errors())
 async def list_models(app_state: AppStateDep) -> ModelList:
-    """The model that this server has, by itself and with each of its adapters."""
-    names = [app_state.name, *(f"{app_state.name}:{adapter}" for adapter in app_state.adapters)]
-    models = [_model(app_state, name) for name in names]
+    """The models that this server has, loaded or not, and the first with each of its adapters."""
+    models = await app_state.call(_models, app_state)
     codex = [CodexModel(slug=each.id, display_name=each.id, context_window=each.n_ctx) for each in models]
     return ModelList(data=models, first_id=models[0].id, last_id=models[-1].id, models=codex)
 
 
+class LoadRequest(RequestSchema):
+    keep_alive: str | int | float | None = None
+    """How long it stays without a request from now on: seconds, or a duration such as 5m; below 0, always."""
+
+
+@router.post("/v1/models/{name:path}/load", responses=errors(404, 503, 504), tags=["perdure"])
+async def load_model(name: str, asked: LoadRequest, app_state: AppStateDep, caller: CallerDep) -> ModelAnswer:
+    """Load a model, and answer when it is."""
+    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
+    seconds = None if asked.keep_alive is None else parse_duration(asked.keep_alive)
+    served = await app_state.serving(name, caller.visit, caller.namespace, keep_alive=seconds)
+    return await app_state.call(_model, served, served.name, app_state.check_model(name, caller.namespace))
+
+
+@router.post(
+    "/v1/models/{name:path}/unload", responses=errors(404, 409), tags=["perdure"], openapi_extra=NO_BODY
+)
+async def unload_model(name: str, app_state: AppStateDep, caller: CallerDep) -> ModelAnswer:
+    """Let a model go once those who use it now are served. Its state is in the store; the next request loads
+    it again."""
+    model = app_state.check_model(name, caller.namespace)
+    if model is None or app_state.pool is None or not model.can_unload:
+        raise ApiError(
+            409,
+            "the engine is not in a process of its own that this server started, so it cannot be unloaded: "
+            "start the server without --in-process",
+            code="cannot_unload",
+        )
+    await app_state.pool.unload(model)
+    return await app_state.call(_model, app_state, model.name, model)
+
+
 @router.get("/v1/models/{name:path}", responses=errors(404))
 async def read_model(name: str, app_state: AppStateDep) -> ModelAnswer:
-    app_state.check_model(name)
+    model = app_state.check_model(name)
     adapter = name.rpartition(":")[2]
-    return _model(
-        app_state, f"{app_state.name}:{adapter}" if adapter in app_state.adapters else app_state.name
-    )
+    own = app_state.name if model is None else model.name
+    shown = f"{own}:{adapter}" if adapter in app_state.adapters else own
+    return await app_state.call(_model, app_state, shown, model)
 
 
 @router.post("/tokenize", responses=errors(), tags=["tokens"])
-async def tokenize(asked: TokenizeRequest, app_state: AppStateDep, caller: CallerDep) -> TokenizeAnswer:
+async def tokenize(asked: TokenizeRequest, app_state: ServedDep, caller: CallerDep) -> TokenizeAnswer:
     """A text as token ids."""
     refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
     tokens = await app_state.call(
@@ -156,25 +203,46 @@ async def tokenize(asked: TokenizeRequest, app_state: AppStateDep, caller: Calle
 
 
 @router.post("/detokenize", responses=errors(), tags=["tokens"])
-async def detokenize(asked: DetokenizeRequest, app_state: AppStateDep, caller: CallerDep) -> DetokenizeAnswer:
+async def detokenize(asked: DetokenizeRequest, app_state: ServedDep, caller: CallerDep) -> DetokenizeAnswer:
     """Token ids as text."""
     refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
     text = await app_state.call(app_state.runtime.model.detokenize, asked.tokens, special=asked.special)
     return DetokenizeAnswer(content=text)
 
 
-def _model(app_state: AppState, name: str) -> ModelAnswer:
-    model = app_state.runtime.model
+def _models(app_state: AppState) -> list[ModelAnswer]:
+    found = [_model(app_state, model.name, model) for model in app_state.models]
+    found = found or [_model(app_state, app_state.name, None)]
+    adapted = [f"{app_state.name}:{adapter}" for adapter in app_state.adapters]
+    first = app_state.models[0] if app_state.models else None
+    return [*found, *(_model(app_state, name, first) for name in adapted)]
+
+
+def _model(app_state: AppState, name: str, model: PooledModel | None) -> ModelAnswer:
+    facts = facts_of(app_state.runtime.backend) if model is None else model.facts()
+    pooled: dict[str, Any] = {}
+    if model is not None:
+        pooled = {
+            "state": model.loading,
+            "pinned": model.pinned,
+            "loads": model.loads,
+            "load_seconds": model.load_seconds or None,
+            "expires_in": model.expires_in if model.is_ready else None,
+            "memory_bytes": model.machine + model.device or None,
+            # What kept it from being loaded may name files, which are for the operator's log.
+            "error": type(model.error).__name__ if model.error is not None else None,
+        }
     return ModelAnswer(
         id=name,
         created=int(app_state.started),
         display_name=name,
         created_at=datetime.fromtimestamp(int(app_state.started), UTC).isoformat().replace("+00:00", "Z"),
-        max_input_tokens=app_state.runtime.n_ctx,
-        max_tokens=app_state.runtime.n_ctx,
+        max_input_tokens=facts.n_ctx,
+        max_tokens=facts.n_ctx,
         owned_by="perdure",
-        n_ctx=app_state.runtime.n_ctx,
-        n_vocab=model.n_vocab,
-        architecture=model.info.architecture,
-        digest=model.digest,
+        n_ctx=facts.n_ctx,
+        n_vocab=facts.n_vocab,
+        architecture=facts.architecture,
+        digest=facts.digest,
+        **pooled,
     )

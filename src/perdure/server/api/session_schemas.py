@@ -24,11 +24,22 @@ class CreateRequest(RequestSchema):
     system: str | None = None
 
 
-class SayRequest(ChatOptionsSchema):
-    """A turn: a message by itself, or several."""
+class Saying(RequestSchema):
+    """A message by itself, or several."""
 
     message: str | None = None
     messages: Annotated[Items[ChatMessage], Field(min_length=1)] | None = None
+
+
+class AppendRequest(Saying):
+    """Messages that nobody answers yet."""
+
+    read_ahead: bool = True
+    """Whether they are read while the engine is idle."""
+
+
+class SayRequest(Saying, ChatOptionsSchema):
+    """A turn."""
 
 
 class EditRequest(SayRequest):

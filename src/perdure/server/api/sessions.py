@@ -17,6 +17,7 @@ from perdure.chat.message import Message
 from perdure.decode.slots import Plan
 from perdure.errors import StoreFullError
 from perdure.server.api.session_schemas import (
+    AppendRequest,
     CreateRequest,
     EditRequest,
     ForkRequest,
@@ -26,6 +27,7 @@ from perdure.server.api.session_schemas import (
     MemoryList,
     RegenerateRequest,
     RewindRequest,
+    Saying,
     SayRequest,
     SessionAnswer,
     SessionList,
@@ -37,7 +39,7 @@ from perdure.server.api.session_schemas import (
     WakeMemoryRequest,
 )
 from perdure.server.core.api_error import ApiError, ClientLeft
-from perdure.server.core.app_state import AppState, AppStateDep, Caller, CallerDep
+from perdure.server.core.app_state import AppState, AppStateDep, Caller, CallerDep, ServedDep
 from perdure.server.core.body_route import BodyRoute
 from perdure.server.core.middleware import FILE_TYPE, check_length, too_large
 from perdure.server.core.schemas import (
@@ -114,6 +116,7 @@ async def import_session(
     app_state: AppStateDep,
     caller: CallerDep,
     name: OptionalName = None,
+    model: Annotated[str | None, Query(max_length=200)] = None,
 ) -> ImportAnswer:
     """A session out of a file that was exported, all of it verified first, under its own name or another.
 
@@ -122,6 +125,7 @@ async def import_session(
     with await app_state.call(app_state.runtime.sessions.temporary_folder) as folder:
         path = FilePath(folder) / "session"
         await _receive(request, path, app_state)
+        app_state = await app_state.serving(model or "", caller.visit)
         return await app_state.work(_import, app_state, caller.namespace, path, name)
 
 
@@ -173,7 +177,7 @@ async def transcript(
 
 @router.post("/{name}/turns", responses=streamed(404, 409, 507), response_model=ChatAnswer)
 async def say(
-    name: Named, asked: SayRequest, request: Request, app_state: AppStateDep, caller: CallerDep
+    name: Named, asked: SayRequest, request: Request, app_state: ServedDep, caller: CallerDep
 ) -> ChatAnswer | Response:
     """Say something. The turn is kept once its reply is whole; `perdure.kept` says so."""
 
@@ -187,7 +191,7 @@ async def say(
 
 @router.post("/{name}/edit", responses=streamed(404, 409, 507), response_model=ChatAnswer)
 async def edit(
-    name: Named, asked: EditRequest, request: Request, app_state: AppStateDep, caller: CallerDep
+    name: Named, asked: EditRequest, request: Request, app_state: ServedDep, caller: CallerDep
 ) -> ChatAnswer | Response:
     """Say something else in an earlier turn, and go on from its new reply."""
 
@@ -201,13 +205,28 @@ async def edit(
 
 @router.post("/{name}/regenerate", responses=streamed(404, 409, 507), response_model=ChatAnswer)
 async def regenerate(
-    name: Named, asked: RegenerateRequest, request: Request, app_state: AppStateDep, caller: CallerDep
+    name: Named, asked: RegenerateRequest, request: Request, app_state: ServedDep, caller: CallerDep
 ) -> ChatAnswer | Response:
     """Another reply to the last message, in the place of the one there is."""
     check_chat_options(asked, app_state, caller.notes)
     options = chat_options(asked, app_state)
     stream = await app_state.call(lambda: _session(app_state, caller, name).submit_regenerate(**options))
     return await chat_answer(stream, asked, request, app_state, caller, session=name)
+
+
+@router.post("/{name}/append", responses=errors(404, 409, 507))
+async def append(
+    name: Named, asked: AppendRequest, app_state: AppStateDep, caller: CallerDep
+) -> SessionAnswer:
+    """Have messages said that nobody answers yet. They are read while the engine is idle."""
+    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
+
+    def work() -> SessionAnswer:
+        session = _session(app_state, caller, name)
+        session.append(_said(asked, app_state), read_ahead=asked.read_ahead)
+        return SessionAnswer.of(session)
+
+    return await app_state.call(work)
 
 
 @router.post("/{name}/fork", status_code=201, responses=errors(404, 409, 507))
@@ -251,7 +270,7 @@ async def tree(
 
 
 @router.get("/{name}/state", responses=errors(404))
-async def state(name: Named, app_state: AppStateDep, caller: CallerDep) -> StateAnswer:
+async def state(name: Named, app_state: ServedDep, caller: CallerDep) -> StateAnswer:
     """Where its state is, and what it takes. Nothing is moved."""
     return await app_state.call(lambda: StateAnswer.of(_session(app_state, caller, name)))
 
@@ -260,11 +279,14 @@ async def state(name: Named, app_state: AppStateDep, caller: CallerDep) -> State
 async def stop(name: Named, app_state: AppStateDep, caller: CallerDep) -> StopAnswer:
     """End the reply that is being written. Its reader gets an end with `cancelled`; the turn is kept as far
     as it is written, if it was asked with `perdure.keep_partial`."""
-    return await app_state.call(lambda: StopAnswer(stopped=_session(app_state, caller, name).stop()))
+    # Whichever model writes it.
+    return await app_state.call(
+        lambda: StopAnswer(stopped=any(_session(each, caller, name).stop() for each in app_state.by_model()))
+    )
 
 
 @router.post("/{name}/sleep", responses=errors(404, 409, 507), openapi_extra=NO_BODY)
-async def sleep(name: Named, app_state: AppStateDep, caller: CallerDep) -> SessionAnswer:
+async def sleep(name: Named, app_state: ServedDep, caller: CallerDep) -> SessionAnswer:
     """Put its state where it outlives the server, and let go of the memory that it takes."""
 
     def work() -> SessionAnswer:
@@ -276,13 +298,13 @@ async def sleep(name: Named, app_state: AppStateDep, caller: CallerDep) -> Sessi
 
 
 @router.get("/{name}/plan", responses=errors(404))
-async def plan(name: Named, app_state: AppStateDep, caller: CallerDep) -> Plan:
+async def plan(name: Named, app_state: ServedDep, caller: CallerDep) -> Plan:
     """What waking would take. Nothing is done."""
     return await app_state.call(lambda: _session(app_state, caller, name).plan_wake())
 
 
 @router.post("/{name}/wake", responses=errors(404, 409, 422), openapi_extra=NO_BODY)
-async def wake(name: Named, app_state: AppStateDep, caller: CallerDep) -> ReuseAnswer:
+async def wake(name: Named, app_state: ServedDep, caller: CallerDep) -> ReuseAnswer:
     """Bring its state back. What is missing or damaged is computed with the next turn."""
     return await app_state.work(lambda: ReuseAnswer.model_validate(_session(app_state, caller, name).wake()))
 
@@ -308,7 +330,7 @@ async def label(name: Named, asked: LabelRequest, app_state: AppStateDep, caller
         **errors(404, 507),
     },
 )
-async def export(name: Named, app_state: AppStateDep, caller: CallerDep, state: bool = True) -> Response:
+async def export(name: Named, app_state: ServedDep, caller: CallerDep, state: bool = True) -> Response:
     """The session as one file, with its state or without."""
     folder = await app_state.call(app_state.runtime.sessions.temporary_folder)
     try:
@@ -357,7 +379,7 @@ def _read(asked: SayRequest, app_state: AppState, caller: Caller) -> tuple[Seque
     return _said(asked, app_state), chat_options(asked, app_state)
 
 
-def _said(asked: SayRequest, app_state: AppState) -> Sequence[Message]:
+def _said(asked: Saying, app_state: AppState) -> Sequence[Message]:
     if (asked.message is None) == (asked.messages is None):
         raise ApiError(400, "message: give either message or messages", param="message", code="invalid_value")
     if asked.message is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import functools
 import hashlib
 import hmac
@@ -26,11 +27,15 @@ from fastapi import Depends, Request
 from perdure.chat.reply import ChatReply
 from perdure.decode.request import Reply
 from perdure.errors import TemplateError
+from perdure.models.catalogue import names_of
+from perdure.pool import ModelPool, PooledModel
+from perdure.pool.backend import PooledBackend
 from perdure.runtime import Runtime
 from perdure.server.core.api_error import ApiError
 from perdure.server.core.keys import KeyAccount, Keys
 from perdure.server.core.metrics import Metrics, RecentRequests
 from perdure.server.core.settings import AllowedHosts, Limits, LiveSettings, ReplyDefaults
+from perdure.server.core.visit import VISIT, Sign, Visit
 from perdure.sessions.agent_conversation import AgentConversation
 
 log = logging.getLogger("perdure.server")
@@ -83,6 +88,15 @@ class InFlight:
             self._count -= 1
 
 
+@dataclass(slots=True, eq=False)
+class ServerLife:
+    """What changes while a server runs, for all its models together."""
+
+    stopping: bool = False
+    not_kept: int = 0
+    """Turns that the store refused, since the server started."""
+
+
 @dataclass(kw_only=True, eq=False)
 class AppState:
     """One server's runtime with its settings. A call that may wait is made in a thread, so that the event
@@ -115,29 +129,90 @@ class AppState:
     page: bool = True
     """Whether the page is served at `/`."""
     started: float = field(default_factory=time.time)
-    stopping: bool = False
+    pool: ModelPool | None = None
+    """The models, of which `runtime` and `name` are the one that is meant where nobody names one; None where
+    it is the only one, and stays loaded."""
+    own_aliases: tuple[str, ...] = ()
+    """Aliases that stand with the models, and not among the settings that can change."""
+    life: ServerLife = field(default_factory=lambda: ServerLife())
 
     def __post_init__(self) -> None:
-        # Now, rather than while the first client waits. Without a template there are still completions.
-        with suppress(TemplateError):
-            _ = self.runtime.chat_format
-        self.metrics = Metrics(self.runtime)
+        if not isinstance(self.runtime.backend, PooledBackend):
+            # Now, rather than while the first client waits. Without a template there are still completions.
+            with suppress(TemplateError):
+                _ = self.runtime.chat_format
+        self.metrics = Metrics(self.loaded_runtimes)
         self.recent = RecentRequests()
         self._limiters: dict[int, anyio.CapacityLimiter] = {}
-        self.fingerprint = f"fp_{self.runtime.model.digest[:16]}"
         # Where sessions are kept, so is what seals: signatures are known again after a restart.
         key = self.runtime.sessions.store.key or secrets.token_bytes(32)
         self.seal = Seal(key, limit=self.limits.body_bytes)
         self.limit_namespaces()
-        self.names: dict[str, dict[str, None]] = {}
-        """Names that clients gave the model, by namespace."""
+        self.names: dict[str, dict[str, str]] = {}
+        """Names that clients gave models, each with the model's own, by namespace."""
         self.in_flight = InFlight()
-        self.not_kept = 0
-        """Turns that the store refused, since the server started."""
         self.running: WeakSet[Cancellable] = WeakSet()
         """What is being computed for clients."""
         self.replies: WeakSet[Stoppable] = WeakSet()
         """Those of them that are replies."""
+
+    @property
+    def stopping(self) -> bool:
+        return self.life.stopping
+
+    @property
+    def fingerprint(self) -> str:
+        return f"fp_{self.runtime.model.digest[:16]}"
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the engine can be asked without being loaded for that."""
+        return self.engine()[0] not in ("starting", "unloading", "unloaded") or self.pool is None
+
+    @property
+    def models(self) -> list[PooledModel]:
+        """All models, the one that is meant where nobody names one first; none where there is no pool."""
+        return [] if self.pool is None else list(self.pool.models.values())
+
+    def loaded_runtimes(self) -> list[Runtime]:
+        """Of the models that are loaded, or were and are known."""
+        found = [each.runtime for each in self.models] or [self.runtime]
+        return [
+            each
+            for each in found
+            if not isinstance(each.backend, PooledBackend) or each.backend.remote is not None
+        ]
+
+    async def serving(
+        self,
+        asked: str,
+        visit: Visit,
+        namespace: str = "",
+        *,
+        sign: Sign | bool = False,
+        keep_alive: float | None = None,
+    ) -> AppState:
+        """The app state with the model that a request asks for, loaded and kept so until the end of `visit`.
+        404 where there is no such model. With `sign`, a client that waits is told that its answer comes."""
+        model = self.check_model(asked, namespace)
+        if self.pool is None or model is None:
+            return self
+        await visit.enter(self.pool, model, self.limits, sign=sign, keep_alive=keep_alive)
+        return self.of_model(model)
+
+    def of_model(self, model: PooledModel) -> AppState:
+        """The same server, with another model as its own."""
+        if model.runtime is self.runtime:
+            return self
+        view = copy.copy(self)
+        view.runtime, view.name = model.runtime, model.name
+        view.adapters, view.short_names = {}, names_of(model.source)
+        view.model_bytes = model.facts().nbytes
+        return view
+
+    def by_model(self) -> list[AppState]:
+        """The same server once for each model."""
+        return [self.of_model(model) for model in self.models] or [self]
 
     async def call(self, function: Callable[P, T], /, *args: P.args, **keywords: P.kwargs) -> T:
         """What `function` gives, called in a thread."""
@@ -175,7 +250,7 @@ class AppState:
         for reply in replies:
             self.metrics.reply(reply, caller.namespace)
             if isinstance(reply, ChatReply) and reply.could_not_be_kept:
-                self.not_kept += 1
+                self.life.not_kept += 1
                 log.warning(
                     "a turn of session %r in namespace %r could not be kept: %s",
                     session,
@@ -201,31 +276,52 @@ class AppState:
                 code="too_many_messages",
             )
 
-    def check_model(self, asked: str, namespace: str = "") -> None:
-        """Refuse a name that is neither the model's nor an alias: no client takes another model for its own.
+    def check_model(self, asked: str, namespace: str = "") -> PooledModel | None:
+        """The model of a name. One that is neither a model's nor an alias is refused: no client takes another
+        model for its own. None where there is one model, and no pool.
 
-        `name` and Ollama's `name:latest` are one. `namespace` may have given the model further names. Each of
+        `name` and Ollama's `name:latest` are one. `namespace` may have given models further names. Each of
         them may be followed by an adapter: `name:adapter`.
         """
         base, _, adapter = asked.rpartition(":")
-        with_adapter = adapter in self.adapters and self._is_model(base, namespace)
-        if not with_adapter and not self._is_model(asked, namespace):
+        name = self._find_model(base, namespace) if adapter in self.adapters else None
+        name = name or self._find_model(asked, namespace)
+        if name is None:
+            names = [model.name for model in self.models] or [self.name]
+            has = repr(names[0]) if len(names) == 1 else ", ".join(map(repr, names[:20]))
+            target = "" if len(names) == 1 else f"={names[0]}"
             raise ApiError(
                 404,
-                f"model {asked[:100]!r} not found: this server has {self.name!r}. Ask for that name, or have "
-                f"it answer to yours: `perdure serve --alias {asked[:100]!r}`",
+                f"model {asked[:100]!r} not found: this server has {has}. Ask for that name, or have "
+                f"it answer to yours: `perdure serve --alias {asked[:100] + target!r}`",
                 kind="not_found_error",
                 code="model_not_found",
                 param="model",
             )
+        return None if self.pool is None else self.pool.models[name]
 
-    def _is_model(self, asked: str, namespace: str) -> bool:
+    def _find_model(self, asked: str, namespace: str) -> str | None:
+        """The own name of the model that is meant, if there is one."""
         plain = asked.removesuffix(":latest")
-        if plain in ("", "default", self.name.removesuffix(":latest"), *self.short_names):
-            return True
-        if any(plain == name.removesuffix(":latest") for name in self.names.get(namespace, ())):
-            return True
-        return any(fnmatchcase(name, each) for each in self.aliases for name in (asked, plain))
+        first = self.pool.default.name if self.pool is not None else self.name
+        names = {self.name: self.short_names}
+        if self.pool is not None and len(self.pool.models) > 1:
+            names = {model.name: names_of(model.source) for model in self.models}
+        if plain in ("", "default"):
+            return first
+        for name, short in names.items():
+            if plain == name.removesuffix(":latest") or plain in short:
+                return first if len(names) == 1 else name
+        for given, name in self.names.get(namespace, {}).items():
+            if plain == given.removesuffix(":latest"):
+                return name
+        for alias in (*self.aliases, *self.own_aliases):
+            pattern, equals, name = alias.rpartition("=")
+            if equals and name not in names:
+                pattern, equals = alias, ""
+            if any(fnmatchcase(each, pattern if equals else alias) for each in (asked, plain)):
+                return name if equals and len(names) > 1 else first
+        return None
 
     def model_options(self, asked: str) -> dict[str, Any]:
         """What a model's name says of a reply: `name:adapter` is computed with that adapter."""
@@ -242,7 +338,7 @@ class AppState:
 
     def end(self) -> None:
         """End everything that is still being computed for somebody."""
-        self.stopping = True
+        self.life.stopping = True
         for work in list(self.running):
             work.cancel()
 
@@ -279,6 +375,8 @@ class Caller:
     """Of its request, as the header `x-request-id` has it."""
     conversation: AgentConversation | None = None
     """The conversation that its headers name."""
+    visit: Visit = field(default_factory=Visit)
+    """The models that its request uses."""
 
     def charge(self, prompt_tokens: int, completion_tokens: int = 0) -> None:
         """Have its key pay for what was computed, and note it for the log."""
@@ -303,7 +401,20 @@ async def _caller(request: Request) -> Caller:
     account, request_id = getattr(state, "account", None), getattr(state, "request_id", "")
     keeps = request.app.state.app_state.conversations
     conversation = named_conversation(request.headers, agent) if keeps else None
-    return Caller(state.namespace, state.notes, agent, account, request_id, conversation)
+    visit = getattr(state, VISIT, None) or Visit()
+    return Caller(state.namespace, state.notes, agent, account, request_id, conversation, visit)
+
+
+async def _looked_at(request: Request) -> AppState:
+    app_state = await _app_state(request)
+    model = app_state.check_model(request.query_params.get("model", ""), request.state.namespace)
+    return app_state if model is None else app_state.of_model(model)
+
+
+async def _served(request: Request) -> AppState:
+    app_state = await _app_state(request)
+    visit = getattr(request.state, VISIT, None) or Visit()
+    return await app_state.serving(request.query_params.get("model", ""), visit, request.state.namespace)
 
 
 _NAMED_BY: tuple[tuple[str, str, str, str], ...] = (
@@ -347,6 +458,12 @@ def _agent(header: str) -> str:
 
 
 AppStateDep = Annotated[AppState, Depends(_app_state)]
+LoadedDep = Annotated[AppState, Depends(_looked_at)]
+"""The app state with the model that the query names, as it is: looking loads nothing, and keeps nothing
+loaded."""
+ServedDep = Annotated[AppState, Depends(_served)]
+"""The app state with the model that the query names as `model`, loaded: for routes that need an engine and
+have no body that names one."""
 CallerDep = Annotated[Caller, Depends(_caller)]
 
 

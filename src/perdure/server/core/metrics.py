@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -33,7 +33,8 @@ _SPEEDS = (1, 2, 5, 10, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000, 2000)
 class Metrics:
     """Counts of one server. What the engine itself knows is asked of it when somebody looks."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtimes: Callable[[], Sequence[Runtime]]) -> None:
+        """`runtimes` gives those whose engines are known at the moment."""
         self.registry = CollectorRegistry()
         self._requests = Counter(
             "perdure_requests",
@@ -89,7 +90,7 @@ class Metrics:
         self._finished = Counter(
             "perdure_replies", "Replies by how they ended", ("finish_reason",), registry=self.registry
         )
-        self.registry.register(_Engine(runtime))
+        self.registry.register(_Engine(runtimes))
 
     def request(self, method: str, route: str, status: int, seconds: float) -> None:
         self._requests.labels(method if method in _METHODS else "other", route, str(status)).inc()
@@ -128,53 +129,72 @@ class Metrics:
 
 
 class _Engine(Collector):
-    """What a runtime says of itself at the moment; where its engine is down, less."""
+    """What runtimes say of themselves at the moment, together; where an engine is down, less."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+    def __init__(self, runtimes: Callable[[], Sequence[Runtime]]) -> None:
+        self._runtimes = runtimes
 
     def describe(self) -> list[Metric]:
         return []
 
     def collect(self) -> Iterator[Metric]:
-        runtime = self._runtime
-        health = getattr(runtime.backend, "health", None)
-        told = health() if health is not None else None
+        runtimes = self._runtimes()
+        healths = [getattr(runtime.backend, "health", lambda: None)() for runtime in runtimes]
         yield CounterMetricFamily(
             "perdure_engine_restarts",
             "How often the engine was started anew",
-            value=told.restarts if told is not None else 0,
+            value=sum(told.restarts for told in healths if told is not None),
         )
-        yield GaugeMetricFamily("perdure_slots", "Requests that can be served at once", value=runtime.slots)
+        yield GaugeMetricFamily(
+            "perdure_slots",
+            "Requests that can be served at once",
+            value=sum(runtime.slots for runtime in runtimes),
+        )
         memory = GaugeMetricFamily(
             "perdure_resident_bytes", "Memory of the processes, mapped files included", labels=["process"]
         )
-        engine = told.rss if told is not None else None
-        for name, nbytes in (("server", system.resident_memory(os.getpid())), ("engine", engine)):
+        engines = [told.rss for told in healths if told is not None and told.rss is not None]
+        for name, nbytes in (
+            ("server", system.resident_memory(os.getpid())),
+            ("engine", sum(engines) if engines else None),
+        ):
             if nbytes is not None:
                 memory.add_metric([name], nbytes)
         yield memory
-        try:
-            # A call would wait for an engine that is being started.
-            if told is not None and told.state != "ready":
-                raise ClosedError(f"the engine is {told.state}")
-            waiting, served = runtime.load
-            stats = runtime.cache.stats()
-        except PerdureError:
-            yield GaugeMetricFamily("perdure_engine_up", "Whether the engine answers", value=0)
+        waiting = served = 0
+        stats = []
+        for runtime, told in zip(runtimes, healths, strict=True):
+            try:
+                # A call would wait for an engine that is being started, or start one that was let go.
+                if told is not None and told.state != "ready":
+                    raise ClosedError(f"the engine is {told.state}")
+                load = runtime.load
+                stats.append(runtime.cache.stats())
+            except PerdureError:
+                continue
+            waiting, served = waiting + load[0], served + load[1]
+        yield GaugeMetricFamily("perdure_engine_up", "Whether an engine answers", value=int(bool(stats)))
+        if not stats:
             return
-        yield GaugeMetricFamily("perdure_engine_up", "Whether the engine answers", value=1)
         yield GaugeMetricFamily("perdure_queue_length", "Requests that wait for a slot", value=waiting)
         yield GaugeMetricFamily("perdure_slots_busy", "Requests that are being served", value=served)
         kept = GaugeMetricFamily("perdure_kept_bytes", "State that is kept, by tier", labels=["tier"])
-        kept.add_metric(["memory"], stats.nbytes)
-        for tier, nbytes in stats.tier_bytes.items():
+        kept.add_metric(["memory"], sum(each.nbytes for each in stats))
+        tiers: dict[str, int] = {}
+        for each in stats:
+            for tier, nbytes in each.tier_bytes.items():
+                tiers[tier] = tiers.get(tier, 0) + nbytes
+        for tier, nbytes in tiers.items():
             kept.add_metric([tier], nbytes)
         yield kept
         yield CounterMetricFamily(
-            "perdure_computed_tokens", "Prompt tokens that had to be computed", value=stats.computed_tokens
+            "perdure_computed_tokens",
+            "Prompt tokens that had to be computed",
+            value=sum(each.computed_tokens for each in stats),
         )
-        yield CounterMetricFamily("perdure_evicted_blocks", "Blocks that had to go", value=stats.evicted)
+        yield CounterMetricFamily(
+            "perdure_evicted_blocks", "Blocks that had to go", value=sum(each.evicted for each in stats)
+        )
 
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})

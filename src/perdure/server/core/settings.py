@@ -95,6 +95,8 @@ class ReplyDefaults:
     max_tokens: int | None = None
     stable_prefix: bool = True
     """Whether volatile text of prompts is moved behind the rest (`chat/volatile.py`)."""
+    settle: int = 0
+    """Tokens of a next prompt's beginning that are read while the engine is idle (`chat/settling.py`)."""
     overflow: Overflow | None = None
     """What happens when a conversation no longer fits; None: as its session has it, or an error."""
 
@@ -106,6 +108,7 @@ class ReplyDefaults:
             "sampling": sampling,
             "max_tokens": self.max_tokens,
             "stable_prefix": self.stable_prefix,
+            "settle": self.settle,
             "overflow": self.overflow,
         }
 
@@ -119,12 +122,18 @@ class ReplyDefaults:
             },
             max_tokens=stored.get("max_tokens"),
             stable_prefix=stored.get("stable_prefix", True),
+            settle=stored.get("settle", 0),
             overflow=stored.get("overflow"),
         )
 
     def fill(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """What is asked of a reply, whole."""
-        found = {"stable_prefix": self.stable_prefix, **self.sampling, **options}
+        found = {
+            "stable_prefix": self.stable_prefix,
+            "settle": self.settle,
+            **self.sampling,
+            **options,
+        }
         if self.overflow is not None:
             found.setdefault("overflow", self.overflow)
         if self.max_tokens is not None and "max_tokens" not in found:

@@ -561,6 +561,7 @@ async def chat(
     asked: ChatRequest, request: Request, app_state: AppStateDep, caller: CallerDep
 ) -> ChatAnswer | Response:
     """A reply to a conversation, in OpenAI's shape."""
+    app_state = await app_state.serving(asked.model, caller.visit, sign=bool(asked.stream))
     wanted, stream = await app_state.call(_submit, asked, app_state, caller)
     return await chat_answer(
         stream, asked, request, app_state, caller, session=wanted.session, messages=wanted.messages

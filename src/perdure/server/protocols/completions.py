@@ -93,7 +93,7 @@ async def complete(
 ) -> CompletionAnswer | Response:
     """What follows a prompt, as it is."""
     refuse_fields(asked, strict=app_state.strict, refused=REFUSED, notes=caller.notes)
-    app_state.check_model(asked.model)
+    app_state = await app_state.serving(asked.model, caller.visit, sign=bool(asked.stream))
     prompts = _prompts(asked)
     _check(asked, len(prompts))
     timeout = asked.perdure.timeout if asked.perdure else None

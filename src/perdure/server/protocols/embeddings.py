@@ -132,7 +132,7 @@ async def embeddings(
 ) -> Response:
     """Texts as vectors of length 1."""
     refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
-    app_state.check_model(asked.model)
+    app_state = await app_state.serving(asked.model, caller.visit)
     given: Any = asked.input
     one = isinstance(given, str) or (given and all(isinstance(each, int) for each in given))
     await check_width(asked.dimensions, app_state)
@@ -205,7 +205,7 @@ async def rerank(
     """Documents, the most relevant to a query first: by the score of each pair, where the model is a
     reranker, else by the vectors that it has for them."""
     refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
-    app_state.check_model(asked.model)
+    app_state = await app_state.serving(asked.model, caller.visit)
     given = asked.documents if asked.documents is not None else asked.texts
     texts = [each if isinstance(each, str) else each.text for each in given or ()]
     if not texts:

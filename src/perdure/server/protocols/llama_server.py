@@ -14,7 +14,7 @@ from perdure.chat.options import ChatOptions
 from perdure.decode.request import Delta, Reply
 from perdure.decode.stream import Stream
 from perdure.server.core.api_error import ApiError
-from perdure.server.core.app_state import AppState, AppStateDep, CallerDep
+from perdure.server.core.app_state import AppState, AppStateDep, CallerDep, ServedDep
 from perdure.server.core.body_route import BodyRoute
 from perdure.server.core.follow import answer
 from perdure.server.core.protocol import Events, event
@@ -62,7 +62,7 @@ class PromptAnswer(ResponseSchema):
 
 
 @router.get("/props", responses=errors())
-async def props(app_state: AppStateDep, caller: CallerDep) -> PropsAnswer:
+async def props(app_state: ServedDep, caller: CallerDep) -> PropsAnswer:
     """The model, its template and its context, in llama-server's words."""
     runtime = app_state.runtime
     return PropsAnswer(
@@ -77,7 +77,7 @@ async def props(app_state: AppStateDep, caller: CallerDep) -> PropsAnswer:
 
 
 @router.get("/slots", responses=errors())
-async def slots(app_state: AppStateDep, caller: CallerDep) -> list[SlotProps]:
+async def slots(app_state: ServedDep, caller: CallerDep) -> list[SlotProps]:
     """The slots, in llama-server's words. How much one holds is told to its owner."""
     return await app_state.call(_slots, app_state, caller.namespace)
 
@@ -86,6 +86,7 @@ async def slots(app_state: AppStateDep, caller: CallerDep) -> list[SlotProps]:
 async def apply_template(asked: ChatRequest, app_state: AppStateDep, caller: CallerDep) -> PromptAnswer:
     """The prompt that a chat request makes, without answering it."""
     check_chat_options(asked, app_state, caller.notes)
+    app_state = await app_state.serving(asked.model, caller.visit)
     return await app_state.work(_apply_template, app_state, asked, caller.namespace)
 
 
@@ -148,7 +149,7 @@ _STOP_TYPES = {"stop": "eos", "length": "limit", "repetition": "repetition"}
 
 @router.post("/infill", responses=streamed(), response_model=dict[str, Any])
 async def infill(
-    asked: InfillRequest, request: Request, app_state: AppStateDep, caller: CallerDep
+    asked: InfillRequest, request: Request, app_state: ServedDep, caller: CallerDep
 ) -> dict[str, Any] | Response:
     """What stands between two texts, for models that have tokens for that."""
     refuse_fields(asked, strict=False, refused={}, notes=caller.notes)

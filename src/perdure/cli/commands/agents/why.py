@@ -89,8 +89,15 @@ def _show(found: dict[str, Any]) -> None:
     terminal.write_line(miss["advice"])
 
 
-def ask(path: str, url: str | None, key: str | None) -> dict[str, Any]:
-    """What a server answers."""
+def ask(
+    path: str,
+    url: str | None,
+    key: str | None,
+    *,
+    body: dict[str, Any] | None = None,
+    seconds: float = _SECONDS,
+) -> dict[str, Any]:
+    """What a server answers; with a `body`, to a POST."""
     from perdure.cli.commands.background import current
     from perdure.errors import PerdureError
 
@@ -101,8 +108,11 @@ def ask(path: str, url: str | None, key: str | None) -> dict[str, Any]:
     if not url.startswith(("http://", "https://")):
         raise PerdureError(f"--url is such as http://127.0.0.1:8000, got {url!r}")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
+    data = None if body is None else json.dumps(body).encode()
+    if data is not None:
+        headers["Content-Type"] = "application/json"
     try:
-        with urlopen(Request(url.rstrip("/") + path, headers=headers), timeout=_SECONDS) as answer:
+        with urlopen(Request(url.rstrip("/") + path, data, headers), timeout=seconds) as answer:
             found: dict[str, Any] = json.load(answer)
             return found
     except HTTPError as error:

@@ -121,7 +121,7 @@ def traced(
         logits=logits,
         experts=experts,
         flash=flash,
-        **found,  # type: ignore[arg-type]
+        **found,
     )
 
 

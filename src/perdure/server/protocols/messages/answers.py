@@ -356,7 +356,7 @@ async def messages(
     asked: MessagesRequest, request: Request, app_state: AppStateDep, caller: CallerDep
 ) -> MessagesAnswer | Response:
     """A reply to a conversation, in the shape of Anthropic's Messages."""
-    app_state.check_model(asked.model, caller.namespace)
+    app_state = await app_state.serving(asked.model, caller.visit, caller.namespace, sign=bool(asked.stream))
     wanted, stream = await app_state.call(_submit, asked, app_state, caller)
     head = MessagesHead(asked, app_state, caller.namespace)
     return await answer(
@@ -381,7 +381,7 @@ def _submit(asked: MessagesRequest, app_state: AppState, caller: Caller) -> tupl
 @router.post("/v1/messages/count_tokens", responses=errors(404, 504, 529))
 async def count_tokens(asked: CountRequest, app_state: AppStateDep, caller: CallerDep) -> CountAnswer:
     """The tokens of a prompt. Of one that cannot fit, at least as many."""
-    app_state.check_model(asked.model, caller.namespace)
+    app_state = await app_state.serving(asked.model, caller.visit, caller.namespace)
     return await app_state.work(_count, asked, app_state, caller.namespace)
 
 

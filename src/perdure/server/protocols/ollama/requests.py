@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -12,6 +11,7 @@ from perdure.chat.message import parse_messages
 from perdure.checks import is_number
 from perdure.errors import InvalidInputError
 from perdure.options import Option
+from perdure.pool import parse_duration
 from perdure.request_options import SEED_LIMIT, options_of_replies
 from perdure.server.core.api_error import ApiError
 from perdure.server.core.app_state import AppState
@@ -41,8 +41,6 @@ _ENGINE = frozenset(
     | {"rope_frequency_scale", "penalize_newline"}
 )
 """Settings of the engine, which are chosen when the server is started."""
-_DURATION = re.compile(r"(?:-?\d+(?:\.\d+)?(?:ns|us|µs|ms|s|m|h))+|-?\d+(?:\.\d+)?")
-
 _LARGE = 2**63
 """No option has larger numbers; Infinity and NaN, which Python's JSON reads, are none."""
 
@@ -177,7 +175,7 @@ _REFUSED = {
 
 def reply_options(asked: ReplyOptions, app_state: AppState) -> tuple[dict[str, Any], list[str]]:
     """What is asked of a reply in the runtime's words, and what could not be done as it was said."""
-    check_keep_alive(asked.keep_alive)
+    keep_alive_seconds(asked.keep_alive)
     options, notes = _mapped(asked.options or {}, app_state)
     if isinstance(asked.format, dict):
         options["schema"] = asked.format
@@ -246,16 +244,14 @@ def _setting(name: str, setting: Option, value: Any) -> Any:
     return value
 
 
-def check_keep_alive(given: KeepAlive | None) -> None:
-    """Refuse what is no duration. The model stays loaded for as long as the server runs, whatever it is."""
-    if isinstance(given, str) and not _DURATION.fullmatch(given):
-        raise _invalid("keep_alive", "a number of seconds, or a duration such as 5m")
-
-
-def is_unload(given: KeepAlive | None) -> bool:
-    return given in (0, "0") or (
-        isinstance(given, str) and re.fullmatch(r"0+(\.0+)?[a-zµ]*", given) is not None
-    )
+def keep_alive_seconds(given: KeepAlive | None) -> float | None:
+    """How long the model is to stay loaded without a request; below 0 for ever, None: as it is."""
+    if given is None:
+        return None
+    try:
+        return parse_duration(given)
+    except InvalidInputError:
+        raise _invalid("keep_alive", "a number of seconds, or a duration such as 5m") from None
 
 
 def _check_images(images: list[Any] | None, where: str) -> None:

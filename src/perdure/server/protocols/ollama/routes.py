@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.decode.embedding import cut
 from perdure.decode.request import Delta, Reply
 from perdure.errors import PerdureError
+from perdure.pool import PooledModel
 from perdure.server.core.api_error import ApiError
 from perdure.server.core.app_state import AppState, AppStateDep, Caller, CallerDep
 from perdure.server.core.body_route import BodyRoute
@@ -30,6 +32,7 @@ from perdure.server.core.protocol import (
     event,
 )
 from perdure.server.core.schemas import ResponseSchema, ReuseAnswer, errors, refuse_fields
+from perdure.server.core.visit import Sign
 from perdure.server.protocols.embeddings import check_width, embed
 from perdure.server.protocols.messages.answers import call_input
 from perdure.server.protocols.ollama.requests import (
@@ -41,9 +44,8 @@ from perdure.server.protocols.ollama.requests import (
     OllamaChatRequest,
     OptionsRequest,
     chat_request,
-    check_keep_alive,
     generate_request,
-    is_unload,
+    keep_alive_seconds,
 )
 from perdure.server.protocols.openai import fill_in
 
@@ -201,10 +203,9 @@ async def chat(
     asked: OllamaChatRequest, request: Request, app_state: AppStateDep, caller: CallerDep
 ) -> dict[str, Any] | Response:
     """A reply to a conversation."""
-    _check_model(asked, app_state, caller)
     if not asked.messages:
-        check_keep_alive(asked.keep_alive)
-        return _idle(asked, app_state, "chat")
+        return await _idle(asked, app_state, caller, "chat")
+    app_state = await _serving(asked, app_state, caller, "chat")
 
     def submit() -> tuple[Any, list[str]]:
         """In one thread: to read what is asked takes time too."""
@@ -224,10 +225,9 @@ async def generate(
     asked: GenerateRequest, request: Request, app_state: AppStateDep, caller: CallerDep
 ) -> dict[str, Any] | Response:
     """A reply to a prompt, by the chat template or, with `raw`, as it is."""
-    _check_model(asked, app_state, caller)
     if not asked.prompt:
-        check_keep_alive(asked.keep_alive)
-        return _idle(asked, app_state, "generate")
+        return await _idle(asked, app_state, caller, "generate")
+    app_state = await _serving(asked, app_state, caller, "generate")
 
     def submit() -> tuple[Any, list[str]]:
         """In one thread: to read what is asked takes time too."""
@@ -246,11 +246,25 @@ async def generate(
     return await _answered(job, writer, asked, request, app_state, caller)
 
 
-_CHAT_ONLY = frozenset({"variables", "limit_to_context", "stable_prefix", "overflow"})
+_CHAT_ONLY = frozenset({"variables", "limit_to_context", "stable_prefix", "settle", "overflow"})
 
 
-def _check_model(asked: ModelNamed, app_state: AppState, caller: Caller) -> None:
-    app_state.check_model(asked.model or asked.name, caller.namespace)
+def _check_model(asked: ModelNamed, app_state: AppState, caller: Caller) -> PooledModel | None:
+    return app_state.check_model(asked.model or asked.name, caller.namespace)
+
+
+async def _serving(
+    asked: OptionsRequest, app_state: AppState, caller: Caller, kind: Kind | None = None
+) -> AppState:
+    """The app state with the model that is asked for, which stays loaded for as long as it says."""
+    name = asked.model or asked.name
+    seconds = keep_alive_seconds(asked.keep_alive)
+    model = _check_model(asked, app_state, caller)
+    waits: Sign | bool = False
+    if kind is not None and asked.streams:
+        writer = OllamaWriter(model.name if model is not None else name, kind)
+        waits = functools.partial(writer.keep_alive, {"status": "loading model"})
+    return await app_state.serving(name, caller.visit, caller.namespace, sign=waits, keep_alive=seconds)
 
 
 async def _answered(
@@ -271,8 +285,18 @@ async def _answered(
     )
 
 
-def _idle(asked: OptionsRequest, app_state: AppState, kind: Any) -> dict[str, Any] | Response:
-    shown = idle(app_state.name, kind, "unload" if is_unload(asked.keep_alive) else "load")
+async def _idle(
+    asked: OptionsRequest, app_state: AppState, caller: Caller, kind: Kind
+) -> dict[str, Any] | Response:
+    """Have the model loaded or, with a keep_alive of 0, let go."""
+    model = _check_model(asked, app_state, caller)
+    name = model.name if model is not None else app_state.name
+    unloads = keep_alive_seconds(asked.keep_alive) == 0
+    if not unloads:
+        await _serving(asked, app_state, caller, kind)
+    elif model is not None and app_state.pool is not None and model.can_unload:
+        await app_state.pool.unload(model)
+    shown = idle(name, kind, "unload" if unloads else "load")
     return _all_lines([shown]) if asked.streams else shown
 
 
@@ -286,8 +310,7 @@ async def embed_texts(
     asked: EmbedRequest, request: Request, app_state: AppStateDep, caller: CallerDep
 ) -> Response:
     """Texts as vectors. What does not fit is an error, never cut."""
-    _check_model(asked, app_state, caller)
-    check_keep_alive(asked.keep_alive)
+    app_state = await _serving(asked, app_state, caller)
     texts = [asked.input] if isinstance(asked.input, str) else list(asked.input)
     started = time.perf_counter()
     await check_width(asked.dimensions, app_state)
@@ -311,31 +334,55 @@ async def embeddings(
     asked: EmbeddingsRequest, request: Request, app_state: AppStateDep, caller: CallerDep
 ) -> dict[str, Any]:
     """An older route for one text."""
-    _check_model(asked, app_state, caller)
-    check_keep_alive(asked.keep_alive)
+    app_state = await _serving(asked, app_state, caller)
     found = await embed([asked.prompt], request, app_state, caller)
     return {"embedding": found.vectors[0].tolist()}
 
 
 @router.get("/api/tags", responses=errors())
 async def tags(app_state: AppStateDep, caller: CallerDep) -> dict[str, Any]:
-    """The model that is served, under each of its names."""
-    model = await app_state.call(Library(app_state).listed)
-    names = [tagged(name) for name in app_state.names.get(caller.namespace, {})]
-    return {"models": [model, *({**model, "name": name, "model": name} for name in names)]}
+    """The models that are served, under each of their names."""
+    models = await app_state.call(_listed, app_state)
+    given = app_state.names.get(caller.namespace, {})
+    copies = [
+        {**model, "name": tagged(name), "model": tagged(name)}
+        for name, own in given.items()
+        for model in models
+        if model["name"] == tagged(own)
+    ]
+    return {"models": [*models, *copies]}
 
 
 @router.get("/api/ps", responses=errors())
 async def ps(app_state: AppStateDep) -> dict[str, Any]:
-    """The models that are loaded: the same one."""
-    return {"models": [await app_state.call(Library(app_state).running)]}
+    """The models that are loaded now, and until when they stay if nobody asks for them."""
+    return {"models": await app_state.call(_running, app_state)}
 
 
 @router.post("/api/show", responses=errors(404))
 async def show(asked: ModelNamed, app_state: AppStateDep, caller: CallerDep) -> dict[str, Any]:
-    """The model, its template and what it can do."""
-    _check_model(asked, app_state, caller)
+    """A model, its template and what it can do. One that was never loaded is loaded to tell."""
+    app_state = await app_state.serving(asked.model or asked.name, caller.visit, caller.namespace)
     return await app_state.call(Library(app_state).shown)
+
+
+def _listed(app_state: AppState) -> list[dict[str, Any]]:
+    if not app_state.models:
+        return [Library(app_state).listed()]
+    return [
+        Library(app_state.of_model(model)).listed() if model.is_known else unloaded(app_state, model)
+        for model in app_state.models
+    ]
+
+
+def _running(app_state: AppState) -> list[dict[str, Any]]:
+    if not app_state.models:
+        return [Library(app_state).running(None, 0)]
+    return [
+        Library(app_state.of_model(model)).running(model.expires_in, model.device)
+        for model in app_state.models
+        if model.is_ready and model.is_known
+    ]
 
 
 @router.get("/api/version", responses=errors())
@@ -346,8 +393,11 @@ async def version(app_state: AppStateDep) -> dict[str, str]:
 @router.post("/api/pull", responses=_lines(), response_model=dict[str, Any])
 async def pull(asked: OptionsRequest, app_state: AppStateDep, caller: CallerDep) -> dict[str, Any] | Response:
     """Says that the model is there, where it is. A client cannot have this server fetch anything."""
-    _check_model(asked, app_state, caller)
-    lines = Library(app_state).pulled()
+    model = _check_model(asked, app_state, caller)
+    if model is None or model.is_known:
+        lines = Library(app_state if model is None else app_state.of_model(model)).pulled()
+    else:
+        lines = [{"status": "pulling manifest"}, {"status": "success"}]
     if not asked.streams:
         return lines[-1]
     return _all_lines(lines)
@@ -356,11 +406,11 @@ async def pull(asked: OptionsRequest, app_state: AppStateDep, caller: CallerDep)
 @router.post("/api/copy", responses=errors(404))
 async def copy(asked: CopyRequest, app_state: AppStateDep, caller: CallerDep) -> dict[str, str]:
     """Another name for the model, listed for those who gave it until the server ends."""
-    app_state.check_model(asked.source, caller.namespace)
+    model = app_state.check_model(asked.source, caller.namespace)
     names = app_state.names.setdefault(caller.namespace, {})
     if asked.destination not in names and len(names) >= _NAMES:
         raise ApiError(400, f"destination: {_NAMES} names are enough; delete one first", code="invalid_value")
-    names[asked.destination] = None
+    names[asked.destination] = model.name if model is not None else app_state.name
     return {"status": "success"}
 
 
@@ -371,7 +421,8 @@ async def delete(asked: ModelNamed, app_state: AppStateDep, caller: CallerDep) -
     if name in app_state.names.get(caller.namespace, {}):
         del app_state.names[caller.namespace][name]
         return {"status": "success"}
-    if tagged(name) == tagged(app_state.name):
+    own = [model.name for model in app_state.models] or [app_state.name]
+    if tagged(name) in map(tagged, own):
         raise ApiError(
             403,
             "no client can delete the model; `perdure models` manages those of this machine",
@@ -436,11 +487,13 @@ class Library:
             "capabilities": self._capabilities(),
         }
 
-    def running(self) -> dict[str, Any]:
-        """As an entry of what is loaded: it stays for as long as the server runs."""
+    def running(self, seconds: float | None, device: int) -> dict[str, Any]:
+        """As an entry of what is loaded: how long it stays if nobody asks for it, None for ever, and how many
+        bytes of it are on devices."""
         n_ctx = self._app_state.runtime.n_ctx
-        expires = rfc3339(self._started + _FOR_EVER)
-        return {**self.listed(), "expires_at": expires, "size_vram": 0, "context_length": n_ctx}
+        stays = _FOR_EVER if seconds is None else timedelta(seconds=seconds)
+        expires = rfc3339((self._started if seconds is None else datetime.now(UTC)) + stays)
+        return {**self.listed(), "expires_at": expires, "size_vram": device, "context_length": n_ctx}
 
     def shown(self) -> dict[str, Any]:
         n_ctx = self._app_state.runtime.n_ctx
@@ -504,6 +557,28 @@ class Library:
             return self._app_state.runtime.chat_format.template.source
         except PerdureError:
             return ""
+
+
+def unloaded(app_state: AppState, model: PooledModel) -> dict[str, Any]:
+    """A model that was never loaded, as an entry of a list: what the head of its file says."""
+    facts, name = model.facts(), tagged(model.name)
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": rfc3339(datetime.fromtimestamp(app_state.started, UTC)),
+        "size": facts.nbytes,
+        "digest": facts.digest,
+        "details": {
+            "parent_model": "",
+            "format": "gguf",
+            "family": facts.architecture,
+            "families": [facts.architecture],
+            "parameter_size": facts.size,
+            "quantization_level": facts.quantisation or "unknown",
+            "context_length": facts.n_ctx,
+        },
+        "capabilities": ["completion"],
+    }
 
 
 def tagged(name: str) -> str:

@@ -60,7 +60,7 @@ async def create(
 ) -> Response:
     """A response. Unless `store` is false it is kept as a turn: to be read, continued, resumed by its id."""
     refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
-    app_state.check_model(asked.model or "")
+    app_state = await app_state.serving(asked.model or "", caller.visit, sign=bool(asked.stream))
     responses = Responses(app_state, caller.namespace)
     if asked.stores:
         return await _stored(responses, asked, request, app_state, caller, runs)
@@ -256,6 +256,7 @@ async def read_input_items(
 @router.post("/v1/responses/input_tokens", responses=errors(404, 409))
 async def input_tokens(asked: PromptRequest, app_state: AppStateDep, caller: CallerDep) -> InputTokensAnswer:
     """The tokens of a prompt."""
+    app_state = await app_state.serving(asked.model or "", caller.visit)
     count = await app_state.work(Responses(app_state, caller.namespace).count, asked)
     return InputTokensAnswer(input_tokens=count)
 
@@ -338,7 +339,7 @@ async def compact(
 ) -> CompactionAnswer | Response:
     """Have the model sum a conversation up, in several passes where it does not fit into the context at once.
     The summary is sealed: only this server reads it again."""
-    app_state.check_model(asked.model or "")
+    app_state = await app_state.serving(asked.model or "", caller.visit)
     responses = Responses(app_state, caller.namespace)
     ends = time.monotonic() + app_state.seconds(None)
     passes, said = await app_state.call(responses.to_sum_up, asked)

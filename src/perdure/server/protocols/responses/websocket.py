@@ -20,6 +20,7 @@ from perdure.server.core.app_state import AppState, Caller
 from perdure.server.core.follow import Follower, Sink, deliver
 from perdure.server.core.middleware import JsonScan, too_large
 from perdure.server.core.protocol import Events
+from perdure.server.core.visit import Visit
 from perdure.server.protocols.responses.items import Item
 from perdure.server.protocols.responses.requests import ResponseRequest, input_items
 from perdure.server.protocols.responses.stored import Responses, StoredResponse
@@ -165,7 +166,17 @@ class Connection:
 
     async def _respond(self, asked: ResponseRequest, generates: bool, size: int) -> None:
         """`size` is that of the message, in characters."""
-        app_state, responses = self._app_state, Responses(self._app_state, self._caller.namespace)
+        visit = Visit()
+        try:
+            app_state = await self._app_state.serving(asked.model or "", visit)
+            await self._respond_with(app_state, asked, generates, size)
+        finally:
+            visit.close()
+
+    async def _respond_with(
+        self, app_state: AppState, asked: ResponseRequest, generates: bool, size: int
+    ) -> None:
+        responses = Responses(app_state, self._caller.namespace)
         items = input_items(asked)
         previous = self._remembered.get(asked.previous_response_id)
         if previous is not None:

@@ -1,0 +1,7 @@
+"""`python -m bench.switch`."""
+
+import sys
+
+from bench.switch import main
+
+sys.exit(main())

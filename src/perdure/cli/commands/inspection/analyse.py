@@ -1,0 +1,73 @@
+"""`perdure analyse`: what a model did with a session or a prompt, as one HTML page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from perdure.cli.options import shared
+
+
+def analyse(
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="SESSION|PROMPT",
+            autocompletion=shared.session_names,
+            help="A session, as `perdure sessions ls` shows it; or a text, if there is none of that name.",
+        ),
+    ],
+    model: shared.Model = None,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="The HTML file to write.")
+    ] = Path("analysis.html"),
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", "-n", min=0, help="Tokens that are written behind the text.")
+    ] = 32,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Take a prompt as it is, without the chat template.")
+    ] = False,
+    store: shared.StoreFolder = None,
+) -> None:
+    """Write a page on what a model did. It has surprise, attention, keys and values; it needs no network."""
+    from perdure.atomic import atomic_write
+    from perdure.chat.message import Message
+    from perdure.cli.output import terminal
+    from perdure.cli.runtime import opened
+    from perdure.engine.llama.model import Model
+    from perdure.errors import InvalidInputError
+    from perdure.inspection.analysis import analyse as analyse_text
+    from perdure.inspection.page import page_of
+
+    tokens, folder = _session(what, store)
+    loaded = terminal.load(model)
+    if not isinstance(loaded, Model):
+        raise InvalidInputError("only models on llama.cpp can be analysed")
+    room = max(512, len(tokens or ()) + max_tokens + 1)
+    with opened(model, ctx=room if tokens is None else None, slots=1, store=folder, model=loaded) as runtime:
+        if tokens is None:
+            asked = [Message(role="user", content=what)]
+            prompt = None if raw else runtime.chat_format.prompt(asked)
+            tokens = loaded.tokenize(what) if prompt is None else list(prompt.transcript.tokens)
+        found = analyse_text(runtime, loaded, tokens, title=what[:200], max_tokens=max_tokens)
+    with atomic_write(output) as file:
+        file.write(page_of(found).encode())
+    for note in found.notes:
+        terminal.note(note)
+    terminal.tell(f"Wrote {output}.")
+
+
+def _session(name: str, store: Path | None) -> tuple[list[int] | None, Path | None]:
+    """The tokens of a session and the folder of its store; None and None where there is no such session."""
+    from perdure.cli.runtime import session_folder, sessions_in
+    from perdure.errors import SessionNotFoundError, StoreError
+
+    try:
+        with sessions_in(store, readonly=True) as sessions:
+            return list(sessions.open(name, create=False).tokens), session_folder(store)
+    except (SessionNotFoundError, StoreError):
+        if store is not None:
+            raise
+        return None, None

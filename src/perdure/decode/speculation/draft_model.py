@@ -1,0 +1,118 @@
+"""A draft model: a smaller model of the same vocabulary that writes ahead.
+
+    perdure.open("large.gguf", draft="small.gguf")
+
+It draws with the random numbers that the large model will draw with, so that both take the same token
+wherever they agree about the likely ones, at any temperature.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from weakref import ReferenceType, ref
+
+import numpy as np
+
+from perdure.decode.sampling.sampler import draw_together
+from perdure.decode.sequence import TokenSequence
+from perdure.decode.speculation.drafter import Draft
+from perdure.engine.context import Context
+from perdure.engine.contract import Floats, Tokenizer
+from perdure.engine.model import Model
+from perdure.errors import CannotRewindError, InvalidInputError
+
+GUESSES = 8
+"""Tokens that it writes ahead, at most: each takes a step of its own."""
+_CATCH_UP = 256
+"""Tokens of a prompt that it reads between two steps: others wait meanwhile."""
+
+
+def check_vocabulary(model: Tokenizer, draft: Tokenizer) -> None:
+    """Refuse a draft model whose tokens mean something else."""
+    advice = "a draft model needs the same vocabulary: take a smaller one of the same family"
+    if draft.n_vocab != model.n_vocab:
+        raise InvalidInputError(
+            f"the draft model has {draft.n_vocab} tokens and the model {model.n_vocab}; {advice}"
+        )
+    for token in range(model.n_vocab):
+        ours, theirs = model.piece(token, special=True), draft.piece(token, special=True)
+        if ours != theirs:
+            raise InvalidInputError(
+                f"token {token} is {theirs[:40]!r} for the draft model, {ours[:40]!r} for the model; {advice}"
+            )
+
+
+class ModelDrafter:
+    """Guesses by a smaller model.
+
+    Always holds: a sequence of the draft context has a beginning of the tokens of the reply that it was given
+    to, or is brought back to one before it computes. Where there are more replies than sequences, who guessed
+    least lately loses its own.
+    """
+
+    name = "model"
+
+    def __init__(self, model: Model, context: Context, *, own_model: bool) -> None:
+        self._model = model
+        self._context = context
+        self._own_model = own_model
+        self._free = list(range(context.n_seq))
+        self._seqs: OrderedDict[ReferenceType[TokenSequence], int] = OrderedDict()
+        """By reply, who guessed last coming last."""
+
+    def draft(self, sequence: TokenSequence, count: int) -> Draft | None:
+        count = min(count, GUESSES, self._context.n_ctx - len(sequence.tokens))
+        if count < 1:
+            return None
+        seq = self._seq_of(sequence)
+        if not self._catch_up(sequence, seq):
+            return None
+        tokens: list[int] = []
+        while True:
+            tokens.append(self._guess(sequence, seq, len(sequence.tokens) + len(tokens)))
+            if len(tokens) == count:
+                return Draft(tokens, 0.7, self.name)
+            self._context.decode([tokens[-1]], seq)
+
+    def forget(self, sequence: TokenSequence) -> None:
+        seq = self._seqs.pop(ref(sequence), None)
+        if seq is not None:
+            self._free.append(seq)
+
+    def close(self) -> None:
+        self._context.close()
+        if self._own_model:
+            self._model.close()
+
+    def _seq_of(self, sequence: TokenSequence) -> int:
+        key = ref(sequence)
+        seq = self._seqs.pop(key, None)
+        if seq is None:
+            seq = self._free.pop() if self._free else self._seqs.popitem(last=False)[1]
+        self._seqs[key] = seq
+        return seq
+
+    def _catch_up(self, sequence: TokenSequence, seq: int) -> bool:
+        """Compute the tokens of a reply that are not there yet. False: some are left for the next time."""
+        context = self._context
+        tokens = np.array(sequence.tokens, np.int32)
+        # The last one is always computed: its row is drawn from.
+        same = min(context.common_prefix(tokens, seq), len(tokens) - 1)
+        if same < context.length(seq):
+            try:
+                context.truncate(same, seq)
+            except CannotRewindError:
+                context.clear(seq)
+                same = 0
+        end = min(len(tokens), same + _CATCH_UP)
+        context.decode(tokens[same:end], seq)
+        return end == len(tokens)
+
+    def _guess(self, sequence: TokenSequence, seq: int, position: int) -> int:
+        def drawn(row: Floats) -> int:
+            if (rule := sequence.compiled) is None:
+                return int(row.argmax())
+            table = np.ascontiguousarray(row[None])
+            return draw_together([(sequence.sampler, rule, position)], table)[0][0]
+
+        return self._context.read_row(drawn, -1, seq)

@@ -1,0 +1,169 @@
+"""Visit: the models that one request uses, and signs of life while it waits for them.
+
+A request takes a lease of its model before anything is computed, and gives it back when its answer is sent: a
+model is unloaded only between requests. Where the model has to be loaded first, a client that wants a stream
+hears after a while that its answer has begun: comments in server-sent events, lines without text in Ollama's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from perdure.pool import ModelPool, PooledModel
+from perdure.server.core.api_error import ClientLeft, deadline
+from perdure.server.core.protocol import SSE, Event, Events, protocol_at
+from perdure.server.core.settings import Limits
+
+VISIT = "visit"
+"""Where it is in the state of a request."""
+_COMMENT = b": the model is being loaded\n\n"
+
+Sign = Callable[[], Events]
+"""What a stream that is no server-sent events says while its client waits."""
+
+
+class Visit:
+    """What one request holds."""
+
+    def __init__(
+        self, scope: Scope | None = None, receive: Receive | None = None, send: Send | None = None
+    ) -> None:
+        """Without `receive` and `send`, for a request that is no HTTP request of its own."""
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._held = ExitStack()
+        self._is_open = False
+        """Whether the answer was begun while its client waited."""
+        self._error: bytearray | None = None
+        self._early: list[Message] = []
+        """Parts of the body that came while the request waited."""
+
+    def close(self) -> None:
+        """Give all leases back."""
+        self._held.close()
+
+    async def enter(
+        self,
+        pool: ModelPool,
+        model: PooledModel,
+        limits: Limits,
+        *,
+        sign: Sign | bool = False,
+        keep_alive: float | None = None,
+    ) -> None:
+        """Have a model until the end of the visit. With `sign`, a client that waits for it is told so."""
+        if not pool.try_acquire(model):
+            await self._wait(pool, model, limits, sign)
+        self._held.callback(pool.release, model)
+        if keep_alive is not None:
+            pool.keep(model, keep_alive)
+
+    async def receive(self) -> Message:
+        """The next part of what the client sends."""
+        assert self._receive is not None
+        return self._early.pop(0) if self._early else await self._receive()
+
+    async def _left(self) -> None:
+        """Return when the client has left."""
+        if self._receive is None:
+            await asyncio.Event().wait()
+            return
+        while (message := await self._receive())["type"] != "http.disconnect":
+            self._early.append(message)
+
+    async def send(self, message: Message) -> None:
+        """Send a part of the answer, of which the head may be out."""
+        assert self._send is not None
+        if not self._is_open:
+            await self._send(message)
+        elif message["type"] == "http.response.start":
+            # Its status was told: what is wrong becomes an event.
+            self._error = None if message["status"] == 200 else bytearray()
+        elif self._error is None:
+            await self._send(message)
+        else:
+            self._error += message.get("body", b"")
+            if not message.get("more_body", False):
+                await self._send({**message, "body": self._framed_error(bytes(self._error))})
+
+    async def _wait(self, pool: ModelPool, model: PooledModel, limits: Limits, sign: Sign | bool) -> None:
+        coming = asyncio.ensure_future(pool.acquire(model))
+        leaving = asyncio.ensure_future(self._left())
+        loop = asyncio.get_running_loop()
+        end = loop.time() + limits.request_seconds
+        silence = limits.silent_seconds
+        try:
+            while not coming.done():
+                left = end - loop.time()
+                await asyncio.wait(
+                    (coming, leaving), timeout=min(silence, left), return_when=asyncio.FIRST_COMPLETED
+                )
+                if coming.done():
+                    break
+                if leaving.done():
+                    raise ClientLeft
+                if loop.time() >= end:
+                    raise deadline(limits.request_seconds)
+                if sign is not False and self._send is not None:
+                    await self._show_life(sign, limits.send_seconds)
+                    silence = limits.progress_seconds
+        except BaseException:
+            coming.cancel()
+            with suppress(BaseException):
+                await coming
+                # It was granted at the last moment.
+                pool.release(model)
+            raise
+        finally:
+            leaving.cancel()
+            await asyncio.gather(leaving, return_exceptions=True)
+        coming.result()
+
+    async def _show_life(self, sign: Sign | bool, seconds: float) -> None:
+        assert self._send is not None
+        assert self._scope is not None
+        framing = protocol_at(self._scope).framing
+        body = _COMMENT if framing is SSE else b""
+        if callable(sign):
+            body = b"".join(map(framing.frame, sign()))
+        async with asyncio.timeout(seconds):
+            if not self._is_open:
+                self._is_open = True
+                headers = [
+                    (b"content-type", f"{framing.media_type}; charset=utf-8".encode()),
+                    (b"cache-control", b"no-store"),
+                    (b"x-accel-buffering", b"no"),
+                ]
+                await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
+    def _framed_error(self, body: bytes) -> bytes:
+        assert self._scope is not None
+        named = b""
+        with suppress(ValueError, AttributeError):
+            named = str(json.loads(body).get("type", "")).encode()
+        return protocol_at(self._scope).framing.frame(Event(named, body))
+
+
+class Visits:
+    """Gives each HTTP request a visit, which ends with its answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        visit = Visit(scope, receive, send)
+        scope.setdefault("state", {})[VISIT] = visit
+        try:
+            await self._app(scope, visit.receive, visit.send)
+        finally:
+            visit.close()
