@@ -7,7 +7,6 @@ our engine does not (it would need a compiler).
 from __future__ import annotations
 
 import copy
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -219,6 +218,3 @@ def agreement(run: Run) -> Iterator[Figure]:
 
 
 main = Bench("mlx", (decode, turns, restart, agreement))
-
-if __name__ == "__main__":
-    sys.exit(main())
