@@ -1,6 +1,6 @@
 """Speculation: replies with guesses (`speculate=-1`) against the same replies without, in one run.
 
-    python -m bench.speculation [MODEL] [--quick] [--threads N] [--streams N] [--planted]
+    python -m bench.speculation [MODEL] [--quick] [--threads N] [--streams N] [--planted] [--cpu]
 
 An edit of a file of about 1,000 tokens that is repeated back with changes, JSON under a schema, free text,
 and many streams at once. `--planted` has every guess right but one in five instead of asking n-grams: what
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -78,9 +79,9 @@ class Planted:
         pass
 
 
-def _speed(replies: Sequence[Reply]) -> float:
-    """Tokens a second of replies that were written together."""
-    longest = max(reply.timings.decode for reply in replies)
+def _speed(replies: Sequence[Reply], seconds: float | None) -> float:
+    """Tokens a second of replies that were written together, by their own clocks or in so many seconds."""
+    longest = max(reply.timings.decode for reply in replies) if seconds is None else seconds
     return sum(reply.timings.decoded_tokens - 1 for reply in replies) / max(longest, 1e-9)
 
 
@@ -90,6 +91,8 @@ def _compare(
     repeats: int,
     ours: Callable[[], Sequence[Reply]],
     peer: Callable[[], Sequence[Reply]],
+    *,
+    cpu: bool,
 ) -> None:
     ratios, speeds, guessed, right, forced = [], [], 0, 0, 0
     with Watch() as watch:
@@ -97,8 +100,10 @@ def _compare(
             sides = [(ours, True), (peer, False)][:: -1 if at % 2 else 1]
             speed = {}
             for side, is_ours in sides:
+                started = time.process_time()
                 replies = side()
-                speed[is_ours] = _speed(replies)
+                took = time.process_time() - started if cpu else None
+                speed[is_ours] = _speed(replies, took)
                 if is_ours:
                     guessed += sum(reply.timings.drafted_tokens for reply in replies)
                     right += sum(reply.timings.accepted_tokens for reply in replies)
@@ -124,6 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--only", default="", help="only the parts with this in their name")
+    parser.add_argument("--cpu", action="store_true", help="processor time: for 1 thread on a busy machine")
     parser.add_argument("--planted", action="store_true", help="guess right four times in five")
     options = parser.parse_args(argv)
     repeats, count = (3, 96) if options.quick else (9, 256)
@@ -161,6 +167,7 @@ def _run(rt: Runtime, options: argparse.Namespace, planted: Planted | None, repe
             repeats,
             lambda: asked(prompts, **request, speculate=ADAPT),
             lambda: asked(prompts, **request, speculate=0),
+            cpu=options.cpu,
         )
 
     plain: dict[str, Any] = {"max_tokens": count, "ignore_eos": True, "seed": 1}
@@ -181,4 +188,5 @@ def _run(rt: Runtime, options: argparse.Namespace, planted: Planted | None, repe
             lambda: asked([prompt], **request, speculate=ADAPT),
             # Log probabilities have every token drawn.
             lambda: asked([prompt], **request, logprobs=0),
+            cpu=options.cpu,
         )
