@@ -224,18 +224,6 @@ def test_an_exact_runtime_does_without() -> None:
         assert rt.generate("Once", max_tokens=20, speculate=8).timings.drafted_tokens == 0
 
 
-def test_a_full_batch_does_not_guess() -> None:
-    """V2: from 16 streams on."""
-    planted = Planted(random.Random(1))
-    planted.replies = [[97] * 20]
-    with guessing(FullAttention, planted, slots=20) as rt:
-        asked: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
-        # They begin together: the engine thread is kept until all have been submitted.
-        call = rt.backend.engine_loop.call  # type: ignore[attr-defined]
-        jobs = call(lambda: None) or [rt.submit([70 + at], **asked, speculate=4) for at in range(20)]
-        assert all(job.reply().finish_reason == "length" for job in jobs)
-
-
 def test_a_drafter_that_fails_costs_nobody_a_reply(caplog: pytest.LogCaptureFixture) -> None:
     class Failing(Planted):
         def draft(self, sequence: TokenSequence, count: int) -> Draft | None:
