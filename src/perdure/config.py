@@ -141,6 +141,7 @@ SETTINGS = (
     Setting("body_seconds", float, "seconds that the body of a request may take to arrive"),
     Setting("response_days", float, "days that the server keeps a stored response"),
     Setting("grace", float, "seconds for replies to finish when the server stops"),
+    Setting("drain", float, "seconds before that in which the server answers and says that it is draining"),
 )
 _SPOKEN = {"true": True, "yes": True, "on": True, "1": True}
 _SPOKEN |= {"false": False, "no": False, "off": False, "0": False}

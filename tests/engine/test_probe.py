@@ -387,7 +387,8 @@ def test_a_result_is_remembered_until_the_library_or_the_cpu_or_what_is_beside_i
         assert probe.result_of(one) == first
     # The same files with other content are another library.
     (folder / "libllama.so").unlink()
-    (shim(tmp_path / "two", VERSION='"0.5.7"') / "libllama.so").rename(folder / "libllama.so")
+    version = "0.5.7" if OLD_LAYOUT else "0.6.7"
+    (shim(tmp_path / "two", VERSION=f'"{version}"') / "libllama.so").rename(folder / "libllama.so")
     assert probe.result_of(one).usable
     assert len(json.loads((home / "probes.json").read_bytes())) == 5
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import perdure
 from perdure.errors import InvalidInputError, PerdureError, StoreLockedError
 from perdure.pool import ModelPool, ModelSpec, PooledModel
 from perdure.worker.process import RestartPolicy
@@ -203,3 +204,14 @@ def test_killing_one_worker_fails_no_request_to_another(tmp_path: Path) -> None:
 def test_a_store_has_one_pool(tmp_path: Path) -> None:
     with opened(spec("a"), store=tmp_path), pytest.raises(StoreLockedError):
         ModelPool.open([spec("a")], store=tmp_path)
+
+
+def test_another_program_of_the_store_uses_the_first_model(tmp_path: Path) -> None:
+    with opened(spec("a"), spec("b", "hybrid"), store=tmp_path) as pool:
+        say(pool, pool.models["b"], "s", "hello")
+        with perdure.open(store=tmp_path) as other:
+            reply = other.session("s").say("and on", max_tokens=8, temperature=0)
+            assert reply.kept
+        a = pool.models["a"]
+        assert a.is_ready
+        assert len(a.runtime.session("s").history()) == 2

@@ -18,7 +18,8 @@ class Watch:
         self.seen: dict[str, object] = {}
 
     def __call__(self, event: str, args: tuple[object, ...]) -> None:
-        if event == "ctypes.dlopen" and "ggml" in str(args[0]) and not self.seen:
+        is_library = any(name in str(args[0]) for name in ("ggml", "xllamacpp"))
+        if event == "ctypes.dlopen" and is_library and not self.seen:
             self.seen["loaded before"] = "libgomp" in Path("/proc/self/maps").read_text()
             getenv = ctypes.CDLL(None).getenv
             getenv.restype = ctypes.c_char_p

@@ -139,6 +139,7 @@ class HttpServer(uvicorn.Server):
         await super().startup(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._drain()
         ending = asyncio.get_running_loop().call_later(
             self._app_state.limits.grace_seconds, self._app_state.end
         )
@@ -148,6 +149,14 @@ class HttpServer(uvicorn.Server):
             ending.cancel()
             self._read_engine_in(None)
             self._watching.close()
+
+    async def _drain(self) -> None:
+        """Answer as ever but for `/ready`, until routers have noticed. A second signal ends it."""
+        app_state, loop = self._app_state, asyncio.get_running_loop()
+        app_state.life.draining = True
+        end = loop.time() + app_state.limits.drain_seconds
+        while loop.time() < end and not app_state.stopping and not self.force_exit:
+            await asyncio.sleep(0.05)
 
     def _read_engine_in(self, loop: asyncio.AbstractEventLoop | None) -> None:
         """Have the tokens of an engine in another process come straight to the loop that sends them on."""

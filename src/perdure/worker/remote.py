@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import os
 import sys
@@ -328,6 +327,7 @@ class RemoteTokenizer:
         self.digest = about.digest
         self.path = None if about.path is None else Path(about.path)
         self._ask = ask
+        self._fetched: Tables | None = None
 
     def tokenize(self, text: str, *, special: bool = False, bos: bool = True) -> list[int]:
         return self._ask("model", Tokenizer.tokenize, text, special=special, bos=bos)
@@ -353,9 +353,13 @@ class RemoteTokenizer:
     def controls(self) -> frozenset[int]:
         return self._tables.controls
 
-    @functools.cached_property
+    @property
     def _tables(self) -> Tables:
-        return self._ask("tables", TableCalls.all)
+        # No `cached_property`: until Python 3.12 its lock is one for all models of the process, and one whose
+        # engine is being loaded would hold up the others.
+        if self._fetched is None:
+            self._fetched = self._ask("tables", TableCalls.all)
+        return self._fetched
 
     def _check(self, token: int) -> int:
         return check_token(token, self.n_vocab)

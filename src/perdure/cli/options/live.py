@@ -177,6 +177,17 @@ class LiveOptions:
         ),
     ] = 20.0
 
+    drain: Annotated[
+        float,
+        typer.Option(
+            "--drain",
+            min=0,
+            metavar="S",
+            help="Seconds before that in which it answers as ever, and /ready says that it is draining.",
+            rich_help_panel=_Limits,
+        ),
+    ] = 0.0
+
     @property
     def limits(self) -> Limits:
         from perdure.server.core.settings import Limits
@@ -189,6 +200,7 @@ class LiveOptions:
             body_seconds=self.body_seconds,
             response_seconds=86400 * self.response_days,
             grace_seconds=self.grace,
+            drain_seconds=self.drain,
         )
 
 

@@ -101,7 +101,7 @@ router = APIRouter(prefix="/v1/cache", tags=["cache"], route_class=BodyRoute)
 OptionalId = Annotated[str | None, Query(pattern="^[0-9a-f]{64}$")]
 
 
-@router.get("", responses=errors())
+@router.get("", responses=errors(404))
 async def read(
     app_state: LoadedDep, caller: CallerDep, limit: Limit = PAGE, after: OptionalId = None
 ) -> CacheAnswer:
@@ -112,7 +112,7 @@ async def read(
     return await app_state.call(_read, app_state, caller.namespace, limit, after)
 
 
-@router.get("/blocks", responses=errors())
+@router.get("/blocks", responses=errors(404))
 async def blocks(
     app_state: LoadedDep, caller: CallerDep, limit: Limit = PAGE, after: OptionalId = None
 ) -> BlockList:
@@ -140,7 +140,7 @@ async def tree(
     return await app_state.call(_runs, app_state, caller.namespace, parent, limit, after)
 
 
-@router.post("/warm", status_code=201, responses=errors(507))
+@router.post("/warm", status_code=201, responses=errors(404, 507))
 async def warm(asked: WarmRequest, app_state: ServedDep, caller: CallerDep) -> RecordAnswer:
     """Compute a prefix once, and keep it."""
     refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)

@@ -357,6 +357,14 @@ async def ready(app_state: AppStateDep) -> ReadyAnswer:
     """The engine is there, and requests will be answered."""
     if app_state.stopping:
         raise stopping()
+    if app_state.life.draining:
+        raise ApiError(
+            503,
+            "the server is draining: what it has begun is finished, ask another one",
+            kind="server_error",
+            code="draining",
+            retry_after=5,
+        )
     state, restarts = app_state.engine()
     # One that is not loaded is, once somebody asks for it.
     waits = app_state.pool is not None and state in ("starting", "unloading", "unloaded")

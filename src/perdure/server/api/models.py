@@ -192,7 +192,7 @@ async def read_model(name: str, app_state: AppStateDep) -> ModelAnswer:
     return await app_state.call(_model, app_state, shown, model)
 
 
-@router.post("/tokenize", responses=errors(), tags=["tokens"])
+@router.post("/tokenize", responses=errors(404), tags=["tokens"])
 async def tokenize(asked: TokenizeRequest, app_state: ServedDep, caller: CallerDep) -> TokenizeAnswer:
     """A text as token ids."""
     refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
@@ -202,7 +202,7 @@ async def tokenize(asked: TokenizeRequest, app_state: ServedDep, caller: CallerD
     return TokenizeAnswer(tokens=tokens, count=len(tokens))
 
 
-@router.post("/detokenize", responses=errors(), tags=["tokens"])
+@router.post("/detokenize", responses=errors(404), tags=["tokens"])
 async def detokenize(asked: DetokenizeRequest, app_state: ServedDep, caller: CallerDep) -> DetokenizeAnswer:
     """Token ids as text."""
     refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)

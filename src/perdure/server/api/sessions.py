@@ -103,7 +103,7 @@ async def create(asked: CreateRequest, app_state: AppStateDep, caller: CallerDep
 @router.post(
     "/import",
     status_code=201,
-    responses=errors(409, 422, 507),
+    responses=errors(404, 409, 422, 507),
     openapi_extra={
         "requestBody": {
             "required": True,

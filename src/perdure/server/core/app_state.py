@@ -93,6 +93,8 @@ class ServerLife:
     """What changes while a server runs, for all its models together."""
 
     stopping: bool = False
+    draining: bool = False
+    """Whether it was told to stop, and still answers until routers have noticed."""
     not_kept: int = 0
     """Turns that the store refused, since the server started."""
 

@@ -178,6 +178,18 @@ class _Engine(Collector):
             return
         yield GaugeMetricFamily("perdure_queue_length", "Requests that wait for a slot", value=waiting)
         yield GaugeMetricFamily("perdure_slots_busy", "Requests that are being served", value=served)
+        # The names that gateways read: the model server protocol of the Gateway API inference extension, as
+        # vLLM has them.
+        for name, what, value in (
+            ("vllm:num_requests_waiting", "Requests that wait for a slot", float(waiting)),
+            ("vllm:num_requests_running", "Requests that are being served", float(served)),
+            (
+                "vllm:kv_cache_usage_perc",
+                "Part of the slots that is in use, from 0 to 1",
+                served / max(1, sum(runtime.slots for runtime in runtimes)),
+            ),
+        ):
+            yield GaugeMetricFamily(name, what, value=value)
         kept = GaugeMetricFamily("perdure_kept_bytes", "State that is kept, by tier", labels=["tier"])
         kept.add_metric(["memory"], sum(each.nbytes for each in stats))
         tiers: dict[str, int] = {}

@@ -62,6 +62,24 @@ def _given_id(scope: Scope) -> str | None:
     return None
 
 
+_SESSION_HEADERS = (
+    b"x-session-id",
+    b"x-claude-code-session-id",
+    b"x-session-affinity",
+    b"thread-id",
+    b"session-id",
+)
+"""How clients name a conversation: ours, Claude Code's, opencode's, Codex'."""
+_SESSION_ID = re.compile(rb"[A-Za-z0-9._:-]{1,100}")
+
+
+def _session_id(scope: Scope) -> bytes | None:
+    """What a client calls its conversation, for routers: what has the same name goes to one server."""
+    known = {name: value for name, value in scope["headers"] if name in _SESSION_HEADERS}
+    found = next((known[name] for name in _SESSION_HEADERS if name in known), None)
+    return found if found is not None and _SESSION_ID.fullmatch(found) else None
+
+
 class JsonLines(logging.Handler):
     """Log records as lines of JSON. A line never has a message of a conversation in it unless asked to."""
 
@@ -104,6 +122,7 @@ class AccessLog:
         started = time.perf_counter()
         request_id = _given_id(scope) or uuid.uuid4().hex
         scope["state"]["request_id"] = request_id
+        session = _session_id(scope)
         status = 0
 
         async def noted(message: Message) -> None:
@@ -116,6 +135,8 @@ class AccessLog:
                     # As Anthropic's clients look for it.
                     (b"request-id", request_id.encode()),
                 ]
+                if session is not None:
+                    message["headers"].append((b"x-session-id", session))
                 if ignored := notes.get("ignored"):
                     names = ", ".join(map(_header_text, ignored))
                     message["headers"].append((b"x-perdure-ignored", names.encode("ascii")))
@@ -228,7 +249,7 @@ class Cors:
             allow_origins=origins,
             allow_methods=("*",),
             allow_headers=("*",),
-            expose_headers=("x-request-id", "retry-after"),
+            expose_headers=("x-request-id", "x-session-id", "retry-after"),
         )
 
 

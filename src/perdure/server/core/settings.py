@@ -79,11 +79,13 @@ class Limits:
     """That a stored response is kept. What later ones go on from stays."""
     grace_seconds: float = 20.0
     """For requests to finish once the server was told to stop."""
+    drain_seconds: float = 0.0
+    """Before that, in which it answers as ever but for `/ready`, so that routers send nothing more."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if not is_number(value) or not 0 < value < 2**53:
+            if not is_number(value) or not 0 < value + (each.name == "drain_seconds") < 2**53:
                 raise InvalidInputError(f"{each.name} is a number above 0, got {value!r}")
 
 

@@ -61,7 +61,7 @@ class PromptAnswer(ResponseSchema):
     prompt: str
 
 
-@router.get("/props", responses=errors())
+@router.get("/props", responses=errors(404))
 async def props(app_state: ServedDep, caller: CallerDep) -> PropsAnswer:
     """The model, its template and its context, in llama-server's words."""
     runtime = app_state.runtime
@@ -76,13 +76,13 @@ async def props(app_state: ServedDep, caller: CallerDep) -> PropsAnswer:
     )
 
 
-@router.get("/slots", responses=errors())
+@router.get("/slots", responses=errors(404))
 async def slots(app_state: ServedDep, caller: CallerDep) -> list[SlotProps]:
     """The slots, in llama-server's words. How much one holds is told to its owner."""
     return await app_state.call(_slots, app_state, caller.namespace)
 
 
-@router.post("/apply-template", responses=errors())
+@router.post("/apply-template", responses=errors(404))
 async def apply_template(asked: ChatRequest, app_state: AppStateDep, caller: CallerDep) -> PromptAnswer:
     """The prompt that a chat request makes, without answering it."""
     check_chat_options(asked, app_state, caller.notes)
@@ -147,7 +147,7 @@ class InfillWriter:
 _STOP_TYPES = {"stop": "eos", "length": "limit", "repetition": "repetition"}
 
 
-@router.post("/infill", responses=streamed(), response_model=dict[str, Any])
+@router.post("/infill", responses=streamed(404), response_model=dict[str, Any])
 async def infill(
     asked: InfillRequest, request: Request, app_state: ServedDep, caller: CallerDep
 ) -> dict[str, Any] | Response:

@@ -1,0 +1,21 @@
+"""A replica for tests: a server on the toy engine whose sessions are in PostgreSQL."""
+
+from __future__ import annotations
+
+import sys
+
+import perdure
+from perdure.server.core.app_state import AppState
+from perdure.server.http_server import HttpServer, bind
+from perdure.testing.toy import ToyModel
+
+
+def main() -> None:
+    url, port, *blocks = sys.argv[1:]
+    listening = bind("127.0.0.1", int(port))
+    with perdure.open(ToyModel(), n_ctx=1024, slots=4, store=url, blocks=blocks or None) as runtime:
+        listening.listen(1024)
+        HttpServer(AppState(runtime=runtime, name="toy")).run(sockets=[listening])
+
+
+main()
