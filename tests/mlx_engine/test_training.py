@@ -89,6 +89,20 @@ def test_other_kinds_learn_too_and_a_run_goes_on_where_it_ended(
     model.adapter(str(tmp_path / "out"))
 
 
+@pytest.mark.soak
+def test_sessions_of_a_store_are_learned_from(llama: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with perdure.open(str(llama), n_ctx=512, slots=1, store=store) as rt:
+        session = rt.session("work", system="be brief")
+        for _ in range(4):
+            session.say("what of the rain", max_tokens=5)
+    told = CliRunner().invoke(
+        app, f"train {llama} {tmp_path / 'out'} --session work --store {store} --steps 3 --json"
+    )
+    assert told.exit_code == 0, told.output
+    assert json.loads(told.output)["trained"] == 3
+
+
 def test_only_replies_are_learned(find_subject: Find) -> None:
     model = find_subject("mlx-llama").model
     template = Template.of_model(model.info.template)

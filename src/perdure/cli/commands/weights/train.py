@@ -86,9 +86,9 @@ def train(
     with working("Training") as bar:
         made = run(model, examples, out, plan, resume=resume, progress=lambda step, _: bar(step, plan.steps))
     losses = [loss for _, loss in made.losses]
-    use = f"perdure run {model} --lora {made.path.absolute()} …"
+    use = f"perdure run -m {model} --lora {made.path.absolute()} …"
     if kind == "full":
-        use = f"perdure run {made.path} …"
+        use = f"perdure run -m {made.path} …"
     text = (
         f"loss of {made.held_out} held out: {made.before:.3f} before, {made.after:.3f} after "
         f"({made.trained} learned, {plan.steps} steps)\n{_plot(losses)}\nuse it: {use}"

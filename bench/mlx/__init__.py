@@ -1,0 +1,220 @@
+"""MLX: our engine against mlx-lm's own loop and prompt cache, and against llama.cpp on the same weights.
+
+The default model, dequantised once into build/mlx. On a CPU mlx-lm compiles its kernels, as it is shipped;
+our engine does not (it would need a compiler).
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import perdure
+from bench.engine import model_path
+from bench.harness import Bench, Figure, Gauge, Pairs, Run, at_least
+from bench.machine import Watch
+from perdure.engine.mlx import packages
+from perdure.engine.registry import open_model
+
+_SENTENCE = "The harbour lies still this morning, and the ferry comes in at ten past nine with the mail. "
+_QUESTIONS = ("Name a colour.", "And a city?", "Why?", "Say it shorter.", "Thank you.")
+PROMPTS = 100
+NEW = 64
+_TIE = 0.1
+"""Logits apart: what is closer is a near tie, which rounding decides."""
+
+
+def folder() -> Path:
+    """The default model as a folder in 32 bits, written once: the CPU is slowest at 16."""
+    from tools.mlx_folder import write
+
+    place = Path("build/mlx") / Path(model_path()).stem
+    if not (place / "model.safetensors").exists():
+        write(Path(model_path()), place, "float32")
+    return place
+
+
+def _theirs(place: Path) -> Any:
+    packages.load()
+    from mlx_lm.utils import load_model
+
+    return load_model(place)[0]
+
+
+def _their_tokens(
+    model: Any, tokens: list[int], count: int, cache: Any = None
+) -> tuple[list[float], list[int]]:
+    """When each token of mlx-lm's own loop came, and which."""
+    import mlx.core as mx
+    from mlx_lm.generate import generate_step
+
+    mx.enable_compile()
+    try:
+        found = generate_step(mx.array(tokens), model, max_tokens=count, prompt_cache=cache)
+        came = [(time.perf_counter(), int(token)) for token, _ in found]
+        return [at for at, _ in came], [token for _, token in came]
+    finally:
+        mx.disable_compile()
+
+
+def decode(run: Run) -> Iterator[Figure]:
+    """Tokens a second in one stream, against mlx-lm's loop."""
+    place, count = folder(), run.pick(32, 6)
+    model, peer = open_model(place, {}, cells=0), _theirs(place)
+    tokens = model.tokenize(_SENTENCE)
+    with perdure.open(model, n_ctx=512, slots=1) as rt:
+
+        def ours() -> float:
+            stream = rt.stream(tokens, max_tokens=count, temperature=0, loop_guard=0)
+            times = [time.perf_counter() for delta in stream if delta.tokens]
+            return (len(times) - 1) / (times[-1] - times[0])
+
+        def theirs() -> float:
+            times, _ = _their_tokens(peer, tokens, count)
+            return (len(times) - 1) / (times[-1] - times[0])
+
+        yield run.compare(
+            "generate in one stream",
+            ours=ours,
+            peer=theirs,
+            against="mlx-lm's loop",
+            unit="tokens/s",
+            gauge=Gauge.RATE,
+            target=at_least(0.97),
+            repeats=run.pick(9, 3),
+        )
+
+
+def turns(run: Run) -> Iterator[Figure]:
+    """The first token of turn 5 of 4 conversations, against mlx-lm's server's prompt cache."""
+    import mlx.core as mx
+    from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
+
+    place, talks = folder(), run.pick(4, 1)
+    model, peer = open_model(place, {}, cells=0), _theirs(place)
+    kept = LRUPromptCache()
+    texts = [model.tokenize(f"{number}. {_SENTENCE}") for number in range(talks)]
+    more = [model.tokenize(question) for question in _QUESTIONS]
+    ours: list[float] = []
+    theirs: list[float] = []
+    with Watch() as watch, perdure.open(model, n_ctx=512, slots=talks) as rt:
+        for question in more:
+            for number in range(talks):
+                texts[number] = [*texts[number], *question]
+                started = time.perf_counter()
+                reply = list(rt.stream(texts[number], max_tokens=1, temperature=0))
+                took = time.perf_counter() - started
+                cache, rest = kept.fetch_nearest_cache("model", texts[number])
+                cache = make_prompt_cache(peer) if cache is None else cache
+                started = time.perf_counter()
+                _, token = _their_tokens(peer, list(rest), 1, cache)
+                if question is more[-1]:
+                    ours.append(took * 1e3)
+                    theirs.append((time.perf_counter() - started) * 1e3)
+                mx.eval([each.keys for each in cache])
+                # Its loop has read the new token, too.
+                kept.insert_cache("model", [*texts[number], *token], copy.deepcopy(cache))
+                assert reply
+    yield Figure(
+        name=f"first token of turn 5, {talks} conversations",
+        against="mlx-lm's prompt cache",
+        unit="ms",
+        gauge=Gauge.COST,
+        pairs=Pairs(tuple(ours), tuple(theirs)),
+        target=at_least(1.0),
+        machine=watch.machine,
+    )
+
+
+def restart(run: Run) -> Iterator[Figure]:
+    """The first token of a stored session after a restart, against reading it again."""
+    model = open_model(folder(), {}, cells=0)
+    text = _SENTENCE * run.pick(12, 4)
+    woken: list[float] = []
+    with tempfile.TemporaryDirectory() as place:
+
+        def said(name: str) -> float:
+            with perdure.open(model, n_ctx=2048, slots=1, store=place) as rt:
+                session = rt.session(name)
+                started = time.perf_counter()
+                session.say(_QUESTIONS[1], max_tokens=1, temperature=0)
+                return (time.perf_counter() - started) * 1e3
+
+        with perdure.open(model, n_ctx=2048, slots=1, store=place) as rt:
+            session = rt.session("a")
+            started = time.perf_counter()
+            session.say(text, max_tokens=1, temperature=0)
+            computed = (time.perf_counter() - started) * 1e3
+        with Watch() as watch:
+            for _ in range(run.pick(5, 2)):
+                woken.append(said("a"))
+    yield Figure(
+        name=f"first token of a session of {len(model.tokenize(text)):,} tokens after a restart",
+        against="reading it",
+        unit="ms",
+        gauge=Gauge.COST,
+        pairs=Pairs(tuple(woken), tuple([computed] * len(woken))),
+        target=at_least(10 if not run.quick else 1),
+        machine=watch.machine,
+    )
+
+
+def agreement(run: Run) -> Iterator[Figure]:
+    """Greedy replies of llama.cpp that MLX would give too, on the same weights; the others at near ties.
+
+    MLX reads each reply with its prompt: where every row's best token is the one that llama.cpp chose, its
+    own greedy reply is that one.
+    """
+    from perdure.files.quantize import quantize
+
+    place = folder()
+    count, new = run.pick(PROMPTS, 2), run.pick(NEW, 8)
+    plain = place.with_suffix(".f16.gguf")
+    if not plain.exists():
+        quantize(Path(model_path()), plain, "F16", requantize=True)
+    ours, theirs = open_model(place, {}, cells=0), open_model(str(plain), {}, cells=512)
+    agreed = near = 0
+    with Watch() as watch, ours.context(n_ctx=512) as one, theirs.context(n_ctx=512) as other:
+        for number in range(count):
+            prompt = theirs.tokenize(
+                f"<|im_start|>user\nTell me about the number {number}.<|im_end|>\n<|im_start|>assistant\n",
+                special=True,
+            )
+            other.clear()
+            other.decode(prompt)
+            reply: list[int] = []
+            for _ in range(new):
+                reply.append(int(np.argmax(other.logits().copy())))
+                other.decode([reply[-1]])
+            one.clear()
+            one.decode([*prompt, *reply[:-1]], rows=range(len(prompt) - 1, len(prompt) + new - 1))
+            gaps = [
+                float(row.max() - row[token])
+                for row, token in (
+                    (one.logits(len(prompt) - 1 + at).copy(), token) for at, token in enumerate(reply)
+                )
+            ]
+            first = next((gap for gap in gaps if gap > 0), 0.0)
+            agreed += first == 0.0
+            near += 0.0 < first <= _TIE
+            if first:
+                print(f"  prompt {number}: first difference at logits {first:.4f} apart", flush=True)
+    print(f"  {agreed} of {count} agree for {new} tokens, {near} more differ at near ties", flush=True)
+    yield Figure(
+        name=f"replies of {new} tokens that agree with llama.cpp's",
+        against="all",
+        unit="replies",
+        gauge=Gauge.RATE,
+        pairs=Pairs((float(agreed),), (float(count),)),
+        target=at_least(0.95),
+        machine=watch.machine,
+    )
+
+
+main = Bench("mlx", (decode, turns, restart, agreement))
