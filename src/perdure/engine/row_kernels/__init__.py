@@ -24,7 +24,7 @@ from perdure.engine.parallel import assist
 from perdure.errors import EngineError, SamplingError
 
 _FILE = Path(__file__).with_name("librow_kernels.so")
-_VERSION = 1
+_VERSION = 2
 _SHARED = 1 << 20
 """Bytes of rows from which on several threads look through them."""
 _NO_NUMBER, _NOTHING_TO_DRAW = 1, 2
@@ -116,8 +116,6 @@ def measure(row: Floats, token: int, k: int) -> Measure:
     k = min(k, size)
     if k < 1 or not 0 <= token < size:
         raise ValueError(f"{k} and token {token} of a row of {size}")
-    if _measure is None:
-        return _measured(row, token, k)
     # Who measures at the same time makes another one.
     room = _rooms.pop((k, size), None) or _measuring(k, size)
     memory, floats, sums, places = room
@@ -140,23 +138,6 @@ def _measuring(k: int, size: int) -> _Room:
     at = ctypes.addressof(memory)
     floats, sums = (ctypes.c_float * k).from_address(at + 8 * k), _doubles.from_address(at + 16 * k)
     return memory, floats, sums, (at, at + 8 * k, at + 16 * k, at + 16 * k + 16, at + 16 * k + 24)
-
-
-def _measured(row: Floats, token: int, k: int) -> Measure:
-    """The same in NumPy, for a library that was compiled before it had this."""
-    ids, values = top_k(row[None], k)
-    below = row.astype(np.float64) - float(values[0, 0])
-    weights = np.exp(below)
-    total = float(weights.sum())
-    moment = float(np.sum(weights * np.where(weights > 0, below, 0.0)))
-    norm = math.log(total)
-    return Measure(
-        float(below[token]) - norm,
-        max(0.0, norm - moment / total),
-        int(np.count_nonzero(row > row[token])) + 1,
-        ids[0].tolist(),
-        np.exp(values[0].astype(np.float64) - float(values[0, 0]) - norm).tolist(),
-    )
 
 
 class _Job:
@@ -282,8 +263,4 @@ _memory, _count = ctypes.c_void_p, ctypes.c_int64
 _top_k = _function("perdure_top_k", _memory, *[_count] * 4, *[_memory] * 3)
 _draw = _function("perdure_draw", _memory, _memory)
 _drawn = _function("perdure_drawn", _memory)
-_measure = (
-    _function("perdure_measure", _memory, *[_count] * 3, *[_memory] * 5)
-    if hasattr(_library, "perdure_measure")
-    else None
-)
+_measure = _function("perdure_measure", _memory, *[_count] * 3, *[_memory] * 5)

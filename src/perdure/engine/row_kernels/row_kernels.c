@@ -9,7 +9,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define VERSION 1
+#define VERSION 2
 #define BLOCK 128
 /* Blocks that are fetched ahead: what a device has just written is in no cache. */
 #define AHEAD 8
