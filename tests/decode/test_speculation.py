@@ -344,7 +344,7 @@ def test_forced_tokens_take_one_step_and_are_those_of_draws(
     with open_toy(kind) as rt:
         drawn = rt.generate("Who?", **asked, logprobs=0)
         before = core(rt).faults.n_decodes
-        reply = rt.generate("Who?", **asked)
+        reply = rt.generate("Who?", **asked, speculate=1)
         steps = core(rt).faults.n_decodes - before
     assert (reply.tokens, reply.text) == (drawn.tokens, drawn.text)
     assert drawn.timings.forced_tokens == 0
@@ -354,12 +354,13 @@ def test_forced_tokens_take_one_step_and_are_those_of_draws(
 
 
 def test_forced_tokens_stop_at_a_stop_and_at_the_limit() -> None:
+    asked: dict[str, Any] = {"regex": "begin one two three end", "temperature": 0, "speculate": 1}
     with open_toy() as rt:
-        reply = rt.generate("Say", regex="begin one two three end", temperature=0, max_tokens=9)
+        reply = rt.generate("Say", **asked, max_tokens=9)
         assert (reply.text, reply.finish_reason) == ("begin one", "length")
-        reply = rt.generate("Say", regex="begin one two three end", temperature=0, stop=" two")
+        reply = rt.generate("Say", **asked, stop=" two")
         assert (reply.text, reply.finish_reason, reply.stop) == ("begin one", "stop", " two")
-        reply = rt.generate("Say", regex="begin one two three end", temperature=0)
+        reply = rt.generate("Say", **asked)
         assert (reply.text, reply.finish_reason) == ("begin one two three end", "stop")
         assert reply.timings.forced_tokens == len("begin one two three end") - 1
 
@@ -367,7 +368,22 @@ def test_forced_tokens_stop_at_a_stop_and_at_the_limit() -> None:
 @pytest.mark.parametrize(("exact", "steps"), [(False, 2), (True, 1 + len("begin "))])
 def test_forced_tokens_of_an_exact_runtime_are_computed_one_by_one(exact: bool, steps: int) -> None:
     with open_toy(exact=exact) as rt:
-        reply = rt.generate("Say", regex="begin [ab] end", temperature=0)
+        reply = rt.generate("Say", regex="begin [ab] end", temperature=0, speculate=1)
         assert reply.text in ("begin a end", "begin b end")
         # What is forced behind the last draw is the reply's end, and needs no step.
         assert core(rt).faults.n_decodes == steps
+
+
+@pytest.mark.parametrize("replies", [1, 2])
+def test_what_is_forced_beyond_a_step_is_computed_in_the_next(replies: int) -> None:
+    text = "begin " + "word " * 12 + "end"
+    with open_toy(n_batch=8, slots=2) as rt:
+        asked: dict[str, Any] = {"regex": f"[ab]{text}[ab]", "temperature": 0, "speculate": 1}
+        streams = [rt.submit("Say", **asked) for _ in range(replies)]
+        assert {stream.reply().text[1:-1] for stream in streams} == {text}
+
+
+def test_nothing_is_forced_unless_it_is_asked_for() -> None:
+    with open_toy() as rt:
+        reply = rt.generate("Say", regex="begin one end", temperature=0)
+    assert (reply.text, reply.timings.forced_tokens) == ("begin one end", 0)

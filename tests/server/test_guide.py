@@ -18,7 +18,9 @@ from perdure.server.app import build
 from server.live_server import LiveServer, live_server, opened
 
 GUIDE = (Path(__file__).resolve().parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
-DEPLOYED = sorted((Path(__file__).resolve().parents[2] / "deploy").iterdir())
+DEPLOYED = sorted(
+    each for each in (Path(__file__).resolve().parents[2] / "deploy").rglob("*") if each.is_file()
+)
 ADDRESS = "http://127.0.0.1:8080"
 
 

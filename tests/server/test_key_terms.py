@@ -313,7 +313,7 @@ def test_who_leaves_during_the_summary_before_a_reply_pays_for_what_was_computed
     with opened(toy(gate=gate), n_ctx=1024) as rt, live_server(rt, keys=keys) as server:
         session = rt.session("alice", namespace="ada")
         for number in range(12):
-            session.append(f"{number} " + "word " * 16)
+            session.append(f"{number} " + "word " * 16, read_ahead=False)
         gate.admit(700)
         with server.client(secret) as client, pytest.raises(httpx.ReadTimeout):
             client.post("/v1/sessions/alice/turns", json=body, timeout=1.0)

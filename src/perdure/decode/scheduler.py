@@ -182,6 +182,7 @@ class BatchScheduler:
         step, prefills, suspects = _ready(groups)
         if slots.context.mixed:
             step, prefills = self._of_one_set(step, prefills, slots.context)
+        _cut_forced(step, budget.tokens)
         # A sequence whose tokens may have made a step fail is computed by itself.
         steps: list[Step] = []
         for group, sequence in suspects:
@@ -278,6 +279,16 @@ def _ready(groups: Iterable[SequenceGroup]) -> tuple[list[Chunk], Ready, Ready]:
             else:
                 decodes.append(Chunk(group, sequence, cached, count))
     return decodes, prefills, suspects
+
+
+def _cut_forced(step: Iterable[Chunk], tokens: int) -> None:
+    """Leave for later steps what grammars forced beyond the `tokens` of a step. Each reply has one."""
+    chunks = list(step)
+    spare = tokens - len(chunks)
+    for chunk in chunks:
+        if chunk.count > 1:
+            chunk.count = 1 + min(chunk.count - 1, spare)
+            spare -= chunk.count - 1
 
 
 def _set_of(sequence: TokenSequence, context: Context) -> AdapterSet:

@@ -116,7 +116,12 @@ class TokenSequence:
         """Its chain, where the compiled path can run it."""
         self.scoring = request.prompt_logprobs is not None and index == 0 and self.prompt_length > 1
         """Whether rows of the prompt are wanted of the next tokens."""
-        self._forces = matcher is not None and request.logprobs is None and not request.processors
+        self._forces = (
+            request.speculate != 0
+            and matcher is not None
+            and request.logprobs is None
+            and not request.processors
+        )
         """Whether tokens that a grammar forces need no draw: nobody asks for their rows."""
         self.forced = 0
         """Tokens that were written without a draw."""

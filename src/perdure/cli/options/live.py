@@ -11,7 +11,7 @@ import typer
 
 from perdure.cli.options.groups import SamplingOptions
 from perdure.cli.options.shared import defaults
-from perdure.config import SETTLED, Overflow, choices, settings
+from perdure.config import SETTLED, choices, settings
 from perdure.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -93,14 +93,14 @@ class LiveOptions:
             rich_help_panel=_Access,
         ),
     ] = SETTLED
-    overflow: Annotated[
-        Overflow | None,
+    # Not the `overflow` of the config file, which is for chats: these are sessions, and may be folded.
+    full_context: Annotated[
+        Literal["error", "drop_oldest", "shift"] | None,
         typer.Option(
             "--overflow",
             show_default="error",
             help="When a conversation no longer fits and the request does not say. error: refuse it; "
-            "drop_oldest: leave out the oldest turns; shift: go on without the oldest tokens; fold: go on "
-            "from a summary.",
+            "drop_oldest: leave out the oldest turns; shift: go on without the oldest tokens.",
             rich_help_panel=_Limits,
         ),
     ] = None
@@ -230,7 +230,7 @@ def live_settings(options: LiveOptions, sampling: SamplingOptions, *, host: str,
             max_tokens=sampling.max_tokens,
             stable_prefix=options.stable_prefix,
             settle=options.settle,
-            overflow=options.overflow,
+            overflow=options.full_context,
         ),
     )
 
