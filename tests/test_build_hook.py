@@ -11,6 +11,8 @@ import pytest
 from tools import build_hook
 from tools.build_hook import CompilePart, compile_part
 
+from perdure.engine import row_kernels
+
 ROOT = Path(__file__).parent.parent
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="this machine has no compiler")
 
@@ -27,7 +29,7 @@ def test_a_compiler_that_is_there_is_enough(tmp_path: Path, monkeypatch: pytest.
     target = tmp_path / "made.so"
     target.write_bytes(b"the one before")
     compile_part(ROOT, target)
-    assert ctypes.CDLL(str(target)).perdure_row_kernels_version() == 1
+    assert ctypes.CDLL(str(target)).perdure_row_kernels_version() == row_kernels._VERSION
     assert [each.name for each in tmp_path.iterdir()] == ["made.so"]
 
 

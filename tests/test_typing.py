@@ -131,6 +131,7 @@ ANY_NAMES = {
     "chat/template/limits.py": "what a template gives to a filter, before the filter itself checks it",
     "chat/template/sandbox.py": "what a template gives to any call, as Jinja hands it on",
     "engine/logits.py": "NumPy's protocol",
+    "engine/mlx/weights.py": "what mlx-lm gives to its own models, which is handed on",
 }
 """Where keywords of any name are taken, and why."""
 

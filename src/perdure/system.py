@@ -22,7 +22,7 @@ import stat
 import struct
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -419,6 +419,22 @@ def leave_no_core() -> None:
         import resource
 
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+
+
+@contextlib.contextmanager
+def kept_limits() -> Iterator[None]:
+    """Have nobody change what this process may use meanwhile."""
+    try:
+        import resource
+    except ImportError:
+        yield
+        return
+    before: Callable[..., None] = resource.setrlimit
+    resource.setrlimit = lambda *_: None
+    try:
+        yield
+    finally:
+        resource.setrlimit = before
 
 
 @functools.cache

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import base64
 import html
+import importlib.resources
 import json
 import math
 from collections.abc import Iterable, Sequence
-from importlib import resources
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,8 @@ def page_of(analysis: Analysis) -> str:
         _section("Where the state came from, and the time", "", _times(analysis)),
     ]
     notes = "".join(f"<li>{html.escape(note)}</li>" for note in analysis.notes)
-    template = resources.files("perdure.inspection").joinpath("page.html").read_text(encoding="utf-8")
+    page = importlib.resources.files("perdure.inspection").joinpath("page.html")
+    template = page.read_text(encoding="utf-8")
     count = len(analysis.pieces)
     about = f"{analysis.model} · {count} tokens, of which {count - analysis.prompt} were written now"
     parts = {

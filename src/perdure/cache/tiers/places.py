@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
+from perdure import system
 from perdure.atomic import make_folder
 from perdure.checks import is_whole
 from perdure.errors import InvalidInputError, StoreError
@@ -74,7 +75,7 @@ class DirectoryPlace(Place):
             with temporary.open("xb") as file:
                 file.write(data)
                 file.flush()
-                os.fsync(file.fileno())
+                system.sync(file.fileno())
             os.replace(temporary, path)
         except BaseException:
             with suppress(OSError):

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 
+from perdure import system
 from perdure.errors import EngineError
 
 OLDEST = (0, 32, 2)
@@ -62,7 +61,8 @@ def numbers(text: str) -> tuple[int, ...]:
 def load() -> None:
     """Import mlx and mlx-lm. This takes two seconds, the first time."""
     check_here()
-    with _importing, _kept_limits():
+    # mlx-lm lowers how many files this process may open, for good. A server needs more than that.
+    with _importing, system.kept_limits():
         try:
             importlib.import_module("mlx_lm.utils")
             core = importlib.import_module("mlx.core")
@@ -71,20 +71,3 @@ def load() -> None:
     if core.default_device() == core.cpu:
         # There, what is compiled is written as C++ and given to this machine's compiler, if it has one.
         core.disable_compile()
-
-
-@contextmanager
-def _kept_limits() -> Iterator[None]:
-    """mlx-lm lowers how many files this process may open, for good, when it is imported. A server needs more
-    than that."""
-    try:
-        import resource
-    except ImportError:
-        yield
-        return
-    before: Callable[..., None] = resource.setrlimit
-    resource.setrlimit = lambda *_: None
-    try:
-        yield
-    finally:
-        resource.setrlimit = before
