@@ -70,7 +70,7 @@ def replica(folder: Path) -> Iterator[tuple[subprocess.Popen[str], IO[str], IO[s
 def test_a_replica_that_was_thought_dead_and_comes_back_cannot_commit(
     postgres: PostgresServer, tmp_path: Path
 ) -> None:
-    """SIGSTOP for longer than its lease: another goes on with the session, and SIGCONT changes nothing."""
+    """N2: stopped for longer than its lease, while another goes on: SIGCONT changes nothing."""
     stand_in(postgres.url(tmp_path, lease=1))
     with closing(open_store(tmp_path)) as store:
         info = created(store, "s", 1)

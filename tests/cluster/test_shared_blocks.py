@@ -123,7 +123,7 @@ def test_what_one_machine_computed_another_reads_bit_for_bit(machine: Callable[.
     assert len(third) == 0
 
 
-def test_who_has_another_key_finds_nothing_and_is_believed_nothing(
+def test_n3_who_has_another_key_finds_nothing_and_is_believed_nothing(
     machine: Callable[..., SharedTier],
 ) -> None:
     first, stranger = machine(), machine(key=b"x" * 32)
@@ -185,7 +185,7 @@ def test_p6_a_place_keeps_to_its_budget(machine: Callable[..., SharedTier]) -> N
     assert same(tier.load(other[0].id), other[0])
 
 
-def test_machines_whose_engines_differ_share_nothing_and_it_can_be_said(
+def test_n3_machines_whose_engines_differ_share_nothing_and_it_can_be_said(
     machine: Callable[..., SharedTier],
 ) -> None:
     first, second = machine(identity=b"avx2"), machine(identity=b"avx512")
