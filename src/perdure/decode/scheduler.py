@@ -281,11 +281,10 @@ def _ready(groups: Iterable[SequenceGroup]) -> tuple[list[Chunk], Ready, Ready]:
     return decodes, prefills, suspects
 
 
-def _cut_forced(step: Iterable[Chunk], tokens: int) -> None:
+def _cut_forced(step: Sequence[Chunk], tokens: int) -> None:
     """Leave for later steps what grammars forced beyond the `tokens` of a step. Each reply has one."""
-    chunks = list(step)
-    spare = tokens - len(chunks)
-    for chunk in chunks:
+    spare = tokens - len(step)
+    for chunk in step:
         if chunk.count > 1:
             chunk.count = 1 + min(chunk.count - 1, spare)
             spare -= chunk.count - 1
