@@ -14,6 +14,7 @@ import pytest
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
+import built  # noqa: F401 (first: the others import what it compiles)
 import subjects
 import zoo
 from cluster.servers import PostgresServer, postgres_server
