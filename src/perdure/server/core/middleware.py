@@ -14,7 +14,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
@@ -73,9 +73,9 @@ _SESSION_HEADERS = (
 _SESSION_ID = re.compile(rb"[A-Za-z0-9._:-]{1,100}")
 
 
-def _session_id(scope: Scope) -> bytes | None:
+def session_id(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
     """What a client calls its conversation, for routers: what has the same name goes to one server."""
-    known = {name: value for name, value in scope["headers"] if name in _SESSION_HEADERS}
+    known = {name: value for name, value in headers if name in _SESSION_HEADERS}
     found = next((known[name] for name in _SESSION_HEADERS if name in known), None)
     return found if found is not None and _SESSION_ID.fullmatch(found) else None
 
@@ -122,7 +122,7 @@ class AccessLog:
         started = time.perf_counter()
         request_id = _given_id(scope) or uuid.uuid4().hex
         scope["state"]["request_id"] = request_id
-        session = _session_id(scope)
+        session = session_id(scope["headers"])
         status = 0
 
         async def noted(message: Message) -> None:
