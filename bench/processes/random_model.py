@@ -35,8 +35,8 @@ class Shape:
     head: int = 0
     """Values of a head, where that is not the width over the heads."""
     counts: bool = False
-    """Whether token n + 1 follows token n for sure: all is computed as otherwise, but the layers add nothing, and
-    the output of each token is the embedding of the one before. What such a model writes is known."""
+    """Whether token n + 1 follows token n for sure: all is computed as otherwise, but the layers add nothing,
+    and the output of each token is the embedding of the one before. What such a model writes is known."""
 
 
 SMALL = Shape(layers=30, width=576, inner=1536, heads=9, kv_heads=3, vocabulary=49_152, type="q8_0")

@@ -2,19 +2,20 @@
 
     python -m bench.speculation [MODEL] [--quick] [--threads N] [--streams N] [--only PART] [--cpu] [--server]
 
-MODEL is a file or a name (the default model without it), or `8b`, `small` or `tiny`: a model of that shape that needs no
-network. It is written under PERDURE_HOME when it is first needed (4.5 GB for 8b), computes all that a model of its
-size does, and writes token n + 1 behind token n. So an edit, a misleading text and a right guess are known:
+MODEL is a file or a name (the default model without it), or `8b`, `small` or `tiny`: a model of that shape
+that needs no network. It is written under PERDURE_HOME when it is first needed (4.5 GB for 8b), computes all
+that a model of its size does, and writes token n + 1 behind token n. So an edit, a misleading text and a right
+guess are known:
 
     on a GPU, about 3 minutes with the writing:   python -m bench.speculation 8b --quick
     the same in small, on a CPU:                  python -m bench.speculation small --quick --threads 1
 
-First it says what a step of k tokens costs, in steps of one, and how much faster a reply could be at most if every
-guess were right: no way of guessing gains more on this machine. Then, each with and without guesses in turn: an edit
-of a file of about 1,000 tokens that is repeated back with changes (one token in 20 with models that count); free text;
-guesses that are right four times in five, as those of next-token layers are; many streams at once; JSON under a schema.
-`--server` has llama-server's own guesses beside them, with and without, on the same prompts (llama-server out of the
-folder that PERDURE_LLAMA names, else out of `xllamacpp`).
+First it says what a step of k tokens costs, in steps of one, and how much faster a reply could be at most if
+every guess were right: no way of guessing gains more on this machine. Then, each with and without guesses in
+turn: an edit of a file of about 1,000 tokens that is repeated back with changes (one token in 20 with models
+that count); free text; guesses that are right four times in five, as those of next-token layers are; many
+streams at once; JSON under a schema. `--server` has llama-server's own guesses beside them, with and without,
+on the same prompts (llama-server out of the folder that PERDURE_LLAMA names, else out of `xllamacpp`).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _SHAPES = {"8b": EIGHT_BILLION, "small": SMALL, "tiny": _TINY}
 
 
 class Planted:
-    """Guesses what the reply without guesses was, wrong one time in five; nothing of prompts it was not told."""
+    """Guesses what the reply without guesses was, wrong one time in five; nothing of other prompts."""
 
     name = "planted"
 
@@ -137,10 +138,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     planted = Planted()
     path = _written(options.model) if options.model in _SHAPES else options.model
     model = Model(path)
-    if options.model in _SHAPES:
-        prompts = counted(model.n_vocab, options.streams)
-    else:
-        prompts = texts(options.streams)
+    counts = options.model in _SHAPES
+    prompts = counted(model.n_vocab, options.streams) if counts else texts(options.streams)
     if options.only in "steps":
         _steps(model, options.threads, cpu=options.cpu)
     backend = LocalBackend(
@@ -186,8 +185,8 @@ def _steps(model: Model, threads: int | None, *, cpu: bool) -> None:
     costs = ", ".join(f"{count}: {seconds / found[1]:.2f}" for count, seconds in found.items())
     most = max(count * found[1] / seconds for count, seconds in found.items())
     print(
-        f"{most:7.3f}  the most that guessing could gain here | a step of k tokens in steps of one: {costs} | "
-        f"one takes {1e3 * found[1]:.2f} ms | {watch.machine}",
+        f"{most:7.3f}  the most that guessing could gain here | steps of k tokens, in steps of one: {costs} "
+        f"| one takes {1e3 * found[1]:.2f} ms | {watch.machine}",
         flush=True,
     )
 
@@ -246,7 +245,7 @@ def _beside(rt: Runtime, server: SpeculatingServer, prompts: Prompts, options: a
         print(
             f"{ratio:7.3f}  {name}, greedy, by {server.name}: "
             f"{statistics.median(ours.speed for ours, _ in pairs):.1f} tok/s, "
-            f"without {statistics.median(peer.speed for _, peer in pairs):.1f} | {guessed} guessed, {right} right | "
-            f"{watch.machine}, {repeats} pairs",
+            f"without {statistics.median(peer.speed for _, peer in pairs):.1f} | {guessed} guessed, "
+            f"{right} right | {watch.machine}, {repeats} pairs",
             flush=True,
         )
