@@ -4,8 +4,8 @@
 
 MODEL is a file or a name (the default model without it), or `8b`, `small` or `tiny`: a model of that shape
 that needs no network. It is written under PERDURE_HOME when it is first needed (4.5 GB for 8b), computes all
-that a model of its size does, and writes token n + 1 behind token n. So an edit, a misleading text and a right
-guess are known:
+that a model of its size does, and writes token n + 1 behind token n. So an edit, a misleading text and
+a right guess are known:
 
     on a GPU, about 3 minutes with the writing:   python -m bench.speculation 8b --quick
     the same in small, on a CPU:                  python -m bench.speculation small --quick --threads 1
