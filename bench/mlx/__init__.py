@@ -10,6 +10,7 @@ import copy
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import perdure
 from bench.engine import model_path
 from bench.harness import Bench, Figure, Gauge, Pairs, Run, at_least
 from bench.machine import Watch
+from bench.mlx.servers import Message, Server
 from perdure.engine.mlx import packages
 from perdure.engine.registry import open_model
 
@@ -150,10 +152,69 @@ def turns(run: Run) -> Iterator[Figure]:
     )
 
 
+def servers(run: Run) -> Iterator[Figure]:
+    """Over HTTP, against mlx-lm's own server: turn 5 of 4 conversations, and one after a restart.
+
+    mlx-lm's keeps its prompt cache in memory alone: after a restart it reads the whole conversation again.
+    """
+    place, talks = folder(), run.pick(4, 2)
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as held:
+        sides = [held.enter_context(Server(kind, place, Path(scratch))) for kind in ("perdure", "mlx-lm")]
+        said: dict[str, list[list[Message]]] = {
+            side.kind: [
+                [{"role": "system", "content": f"{number}. {_SENTENCE * run.pick(10, 1)}"}]
+                for number in range(talks)
+            ]
+            for side in sides
+        }
+        taken: dict[str, list[float]] = {side.kind: [] for side in sides}
+        with Watch() as watch:
+            for turn, question in enumerate(_QUESTIONS):
+                for number in range(talks):
+                    for side in sides[:: 1 if number % 2 else -1]:
+                        talk = said[side.kind][number]
+                        talk.append({"role": "user", "content": question})
+                        first, text = side.ask(talk, 8)
+                        talk.append({"role": "assistant", "content": text})
+                        if turn == len(_QUESTIONS) - 1:
+                            taken[side.kind].append(first)
+        yield Figure(
+            name=f"first token of turn 5 of {talks} conversations, over HTTP",
+            against="mlx-lm's server",
+            unit="ms",
+            gauge=Gauge.COST,
+            pairs=Pairs(tuple(taken["perdure"]), tuple(taken["mlx-lm"])),
+            target=at_least(1.0),
+            machine=watch.machine,
+        )
+        again: dict[str, list[float]] = {side.kind: [] for side in sides}
+        with Watch() as watch:
+            for side in sides:
+                talk = [{"role": "system", "content": _SENTENCE * run.pick(50, 4)}]
+                talk.append({"role": "user", "content": _QUESTIONS[0]})
+                talk.append({"role": "assistant", "content": side.ask(talk, 4)[1]})
+                talk.append({"role": "user", "content": _QUESTIONS[1]})
+                for _ in range(run.pick(2, 1)):
+                    side.stop()
+                    side.start()
+                    # The first request warms up what is not about this conversation.
+                    side.ask([{"role": "user", "content": "Hi"}], 1)
+                    again[side.kind].append(side.ask(talk, 1)[0])
+        yield Figure(
+            name=f"first token after a restart, behind {run.pick(50, 4) * 21:,} tokens, over HTTP",
+            against="mlx-lm's server",
+            unit="ms",
+            gauge=Gauge.COST,
+            pairs=Pairs(tuple(again["perdure"]), tuple(again["mlx-lm"])),
+            target=at_least(10 if not run.quick else 1),
+            machine=watch.machine,
+        )
+
+
 def restart(run: Run) -> Iterator[Figure]:
     """The first token of a stored session after a restart, against reading it again."""
     model = open_model(folder(), {}, cells=0)
-    text = _SENTENCE * run.pick(12, 4)
+    text = _SENTENCE * run.pick(50, 4)
     woken: list[float] = []
     with tempfile.TemporaryDirectory() as place:
 
@@ -236,4 +297,4 @@ def agreement(run: Run) -> Iterator[Figure]:
     )
 
 
-main = Bench("mlx", (decode, turns, restart, agreement))
+main = Bench("mlx", (decode, turns, restart, servers, agreement))
