@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -244,18 +245,25 @@ def restart(run: Run) -> Iterator[Figure]:
     )
 
 
-def agreement(run: Run) -> Iterator[Figure]:
-    """Greedy replies of llama.cpp that MLX would give too, on the same f16 weights; the others at near ties.
+@dataclass(frozen=True, slots=True)
+class Differs:
+    """Where a greedy reply of MLX would leave llama.cpp's, and how far apart the two tokens are on each."""
+
+    prompt: int
+    at: int
+    on_mlx: float
+    on_llama: float
+
+
+def differences(numbers: Sequence[int], new: int) -> Iterator[Differs | None]:
+    """For each prompt, where the two engines part within `new` tokens; None where they do not.
 
     MLX reads each reply with its prompt: where every row's best token is the one that llama.cpp chose, its
-    own greedy reply is that one. Where one is not, how far apart the two tokens are is said for both.
+    own greedy reply is that one.
     """
-    place = folder()
-    count, new = run.pick(PROMPTS, 2), run.pick(NEW, 8)
-    ours, theirs = open_model(place, {}, cells=0), open_model(str(plain()), {}, cells=512)
-    agreed = near = 0
-    with Watch() as watch, ours.context(n_ctx=512) as one, theirs.context(n_ctx=512) as other:
-        for number in range(count):
+    ours, theirs = open_model(folder(), {}, cells=0), open_model(str(plain()), {}, cells=512)
+    with ours.context(n_ctx=512) as one, theirs.context(n_ctx=512, threads=1) as other:
+        for number in numbers:
             prompt = theirs.tokenize(
                 f"<|im_start|>user\n{_ABOUT[number % len(_ABOUT)].format(number)}<|im_end|>\n"
                 "<|im_start|>assistant\n",
@@ -271,20 +279,33 @@ def agreement(run: Run) -> Iterator[Figure]:
                 reply.append(int(np.argmax(rows[-1])))
             one.clear()
             one.decode([*prompt, *reply[:-1]], rows=range(len(prompt) - 1, len(prompt) + new - 1))
-            for at, token in enumerate(reply):
+            found = None
+            for at, (token, there) in enumerate(zip(reply, rows, strict=True)):
                 row = one.logits(len(prompt) - 1 + at).copy()
                 best = int(np.argmax(row))
                 if best != token:
-                    apart = float(row[best] - row[token]), float(rows[at][token] - rows[at][best])
-                    near += max(apart) <= _TIE
-                    print(
-                        f"  prompt {number} differs at token {at}: the two are {apart[0]:.4f} apart on MLX, "
-                        f"{apart[1]:.4f} on llama.cpp",
-                        flush=True,
+                    found = Differs(
+                        number, at, float(row[best] - row[token]), float(there[token] - there[best])
                     )
                     break
-            else:
+            yield found
+
+
+def agreement(run: Run) -> Iterator[Figure]:
+    """Greedy replies of llama.cpp that MLX gives too, on the same f16 weights; the others at near ties."""
+    count, new = run.pick(PROMPTS, 2), run.pick(NEW, 8)
+    agreed = near = 0
+    with Watch() as watch:
+        for found in differences(range(count), new):
+            if found is None:
                 agreed += 1
+                continue
+            near += max(found.on_mlx, found.on_llama) <= _TIE
+            print(
+                f"  prompt {found.prompt} differs at token {found.at}: the two are {found.on_mlx:.4f} apart "
+                f"on MLX, {found.on_llama:.4f} on llama.cpp",
+                flush=True,
+            )
     print(f"  {agreed} of {count} agree for {new} tokens, {near} more differ at near ties", flush=True)
     yield Figure(
         name=f"replies of {new} tokens that agree with llama.cpp's",
