@@ -38,12 +38,12 @@ class LeastRecentlyUsed(Eviction):
 def conversations(run: Run) -> Iterator[Figure]:
     turns = run.pick(60, 24)
     asks = trace(turns, seed=1)
-    new = _new(asks)
-    for share in run.pick((0.15, 0.3, 0.6), (0.3,)):
+    new = _computed(asks, 1 << 40, Eviction())
+    for share in run.pick((0.05, 0.1, 0.15, 0.2), (0.1,)):
         budget = int(share * _working_set(asks))
-        ours, lru = (_computed(asks, budget, rule) for rule in (Eviction(), LeastRecentlyUsed()))
-        best = _best(asks, budget)
-        where = f"tokens computed, {share:.0%} of all state fits, {new:,} are new"
+        ours, lru = (float(sum(_computed(asks, budget, rule()))) for rule in (Eviction, LeastRecentlyUsed))
+        best = _best(asks, budget, new)
+        where = f"tokens computed, {share:.0%} of all state fits, {sum(new):,} are new"
         yield run.compare(
             where,
             ours=lambda ours=ours: ours,  # type: ignore[misc]
@@ -66,11 +66,6 @@ def conversations(run: Run) -> Iterator[Figure]:
         )
 
 
-def _new(asks: Sequence[Ask]) -> int:
-    """Tokens that would be computed if everything was kept."""
-    return int(_computed(asks, 1 << 40, Eviction()))
-
-
 def _working_set(asks: Sequence[Ask]) -> int:
     """Bytes of all blocks that were ever read or written."""
     size = cost(BLOCK, _row_bytes(), 0)
@@ -87,9 +82,9 @@ def _names(ask: Ask, tokens: Sequence[int]) -> list[BlockId]:
     return list(chain(root, np.array(tokens, np.int32), BLOCK))
 
 
-def _computed(asks: Sequence[Ask], budget: int, rule: Eviction) -> float:
-    """Tokens of prompts that a slot cache has computed, by this rule."""
-    computed = 0
+def _computed(asks: Sequence[Ask], budget: int, rule: Eviction) -> list[int]:
+    """Tokens of each prompt that a slot cache has computed, by this rule."""
+    computed = []
     with ToyModel().context(n_ctx=_N_CTX, n_seq=_SLOTS) as context:
         cache = SlotCache(context, budget=budget, eviction=rule)
         for ask in asks:
@@ -100,14 +95,15 @@ def _computed(asks: Sequence[Ask], budget: int, rule: Eviction) -> float:
                 side=ask.side,
             )
             assert isinstance(place, SlotAssignment)
-            computed += len(ask.prompt) - place.cached
+            computed.append(len(ask.prompt) - place.cached)
             context.decode([*ask.prompt[place.cached :], *ask.reply], place.seq, rows="none")
             cache.release(place.seq)
-    return float(computed)
+    return computed
 
 
-def _best(asks: Sequence[Ask], budget: int) -> float:
-    """Tokens that the best choice in hindsight computes: the slots count as room too."""
+def _best(asks: Sequence[Ask], budget: int, new: Sequence[int]) -> float:
+    """Tokens that the best choice in hindsight computes: those that are `new`, and blocks that were read
+    before and are not kept. The slots count as room too."""
     room = budget // cost(BLOCK, _row_bytes(), 0) + _SLOTS * (max(len(ask.prompt) for ask in asks) // BLOCK)
     prompts = [_names(ask, ask.prompt) for ask in asks]
     written = [_names(ask, (*ask.prompt, *ask.reply)) for ask in asks]
@@ -119,7 +115,8 @@ def _best(asks: Sequence[Ask], budget: int) -> float:
     queue: list[tuple[int, BlockId]] = []
     computed = 0
     for at, (ask, names) in enumerate(zip(asks, prompts, strict=True)):
-        computed += len(ask.prompt) - BLOCK * sum(name in kept for name in names)
+        known = names[: (len(ask.prompt) - new[at]) // BLOCK]
+        computed += new[at] + BLOCK * sum(name not in kept for name in known)
         for name in written[at]:
             after = next((use for use in uses.get(name, ()) if use > at), None)
             if after is None:
