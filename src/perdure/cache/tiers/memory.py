@@ -187,6 +187,9 @@ class MemoryTier:
             found = self.eviction.standing(victim.id)
             if standing.is_unwanted and not found.is_unwanted:
                 return False
+            queue = self._queues[victim.owner]
+            if queue[0][1] == victim.id:
+                heapq.heappop(queue)
             self._remove(victim)
             self.evicted += 1
             self.evicted_as[found.name.lower()] = self.evicted_as.get(found.name.lower(), 0) + 1
