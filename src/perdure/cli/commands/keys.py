@@ -118,6 +118,7 @@ def rm(
     file: File = None,
 ) -> None:
     """Remove a key from the file. A server that runs takes it until it reads its keys again (kill -HUP)."""
+    from perdure.cli.output import terminal
     from perdure.errors import InvalidInputError
 
     path = _path(file)
@@ -131,6 +132,9 @@ def rm(
         raise InvalidInputError(f"{wrong}; give an id that `perdure keys ls --keys {path}` shows")
     _write(path, [line for line in _lines(path) if found[0].digest not in line.lower()])
     typer.echo(f"{found[0].id} of {found[0].namespace} is out of {path}")
+    terminal.note(
+        "a server that runs goes on taking it until it reads its keys again: kill -HUP, or a restart"
+    )
 
 
 @app.command()
@@ -140,7 +144,7 @@ def usage(file: File = None, as_json: Json = False) -> None:
     A server writes it beside its keys some seconds after each reply; it is kept for 31 days.
     """
     from perdure.cli.output.terminal import write_columns
-    from perdure.server.core.keys import KeyUsage, usage_file
+    from perdure.server.core.keys import SAVED_AFTER, KeyUsage, usage_file
 
     path = _path(file)
     used = KeyUsage(usage_file(path))
@@ -163,7 +167,9 @@ def usage(file: File = None, as_json: Json = False) -> None:
         print_json(rows)
         return
     if not rows:
-        typer.echo(f"no key of {path} was used yet")
+        typer.echo(
+            f"no use of a key of {path} is noted yet: a server does that {SAVED_AFTER:g} seconds after it"
+        )
         return
     shown = [("day", "name", "requests", "prompt", "cached", "written", "left of the day")]
     for row in rows:
