@@ -312,8 +312,9 @@ def test_rows_are_measured_together_as_each_alone(spread: float) -> None:
     rows = (rng.standard_normal((9, 33_001)) * spread).astype(np.float32)
     rows[3, 17] = -np.inf
     tokens = [int(row.argmin() if at % 2 else row.argmax()) for at, row in enumerate(rows)]
-    for at, here in enumerate(row_kernels.Measures(rows, tokens, 5)):
-        there = measured(rows[at], tokens[at], 5)
+    together = row_kernels.Measures(rows, tokens, 5)
+    for at in range(len(rows)):
+        here, there = together[at], measured(rows[at], tokens[at], 5)
         assert here.rank == there.rank
         assert here.ids == there.ids
         assert here.logprob == pytest.approx(there.logprob, abs=1e-4)
