@@ -47,11 +47,11 @@ class World:
     """Replies on a machine where a token more makes a step longer by `slope` of a step."""
 
     def __init__(self, speculator: Speculator, slope: float, first: float = 0.0) -> None:
-        """The first step of each size takes so many steps more."""
+        """The first step of each size but 1 takes so many steps more."""
         self._speculator = speculator
         self._slope = slope
         self._first = first
-        self._sizes: set[int] = set()
+        self._sizes = {1}
         model = ToyModel()
         with model.context(n_ctx=4096, n_seq=1) as context:
             self._make: Callable[[], SequenceGroup] = lambda: make_group(
