@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from perdure import InvalidInputError
 from perdure.decode import sequence
 from perdure.decode.request import Request
-from perdure.decode.sequence import TextStream
+from perdure.decode.stops import TextStream
 
 HARD = "é 한국어 각 🙂 👩‍👩‍👧‍👦 🇳🇱 e\u0301 \u200b ffi \x00 \ufffd \r\n"
 TWO_LETTERS = st.text(alphabet="ab", max_size=40)
