@@ -10,10 +10,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import Any
 
 from perdure.checks import check_whole
+from perdure.closing import Closing
 from perdure.errors import InvalidInputError
 from perdure.events.event import KINDS, Event, Observer, PlainEvent, event_of
 
@@ -28,7 +28,7 @@ _NAP = 0.2
 """Seconds: threads wait in short naps, since Python may miss a Ctrl-C that comes just as a wait begins."""
 
 
-class Subscription:
+class Subscription(Closing):
     """Events on their way to one reader: iterate it, or `poll` it. Close it, or use `with`.
 
     Always holds: `push` never waits; of more than `limit` events that nobody has read, the newest are dropped
@@ -126,14 +126,6 @@ class Subscription:
         if self._closed is not None:
             self._closed(self)
         self.end()
-
-    def __enter__(self) -> Subscription:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class EventHub:
