@@ -7,12 +7,10 @@ and only takes its time: what an observer adds to a step of several streams.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator
 
 import perdure
 from bench.harness import Bench, Figure, Gauge, Run, at_least
-from bench.processes.device import tokens
 from bench.processes.timed_engine import TimedModel, step_rate
 from perdure.events.event import Event
 
