@@ -65,7 +65,7 @@ class Life(RuleBasedStateMachine):
         self.rt = open_toy(
             self.kind, gate=self.gate, slots=slots, exact=self.exact, queue=QUEUE, cache=cache, n_batch=32
         )
-        inside(self.rt).engine_loop._pace.chunk = CHUNK
+        inside(self.rt).engine_loop._pacer.chunk = CHUNK
         self.faults = 0
         self.asked: list[Asked] = []
 

@@ -13,7 +13,7 @@ import perdure
 from decode.observed import Turnstile, core, open_toy
 from inside import inside
 from perdure import Runtime
-from perdure.decode.scheduler import LONGEST, TIMED, Pace
+from perdure.decode.scheduler import LONGEST, TIMED, PrefillPacer
 
 PROMPT = [40 + at % 150 for at in range(200)]
 
@@ -33,7 +33,7 @@ def rt(gate: Turnstile) -> Iterator[Runtime]:
 @pytest.mark.parametrize("speed", [19.0, 134.0, 1_000.0])
 def test_a_step_of_a_prompt_alone_takes_a_second_at_most(speed: float) -> None:
     """H7: also the first one, of which nothing is known."""
-    pace = Pace(chunk=64, largest=512, stall=0.05)
+    pace = PrefillPacer(chunk=64, largest=512, stall=0.05)
     assert pace.alone == 64
     for _ in range(20):
         pace.observe(pace.alone, pace.alone / speed)
@@ -42,7 +42,7 @@ def test_a_step_of_a_prompt_alone_takes_a_second_at_most(speed: float) -> None:
 
 
 def test_steps_that_slow_down_with_the_context_shrink_with_it() -> None:
-    pace = Pace(chunk=64, largest=512, stall=0.05)
+    pace = PrefillPacer(chunk=64, largest=512, stall=0.05)
     for depth in range(1, 40):
         pace.observe(pace.alone, pace.alone * depth / 1000)
     assert 16 <= pace.alone <= 1.3 * 1000 / 39
@@ -85,7 +85,7 @@ def test_the_end_of_a_step_waits_for_who_looks(rt: Runtime, gate: Turnstile) -> 
 
 def slow(rt: Runtime) -> None:
     """Have a token take a second, as far as the loop knows."""
-    inside(rt).engine_loop._executor._pace.observe(TIMED, float(TIMED))
+    inside(rt).engine_loop._executor._pacer.observe(TIMED, float(TIMED))
 
 
 def test_a_newcomer_interrupts_a_prompt_that_is_read_alone(gate: Turnstile) -> None:

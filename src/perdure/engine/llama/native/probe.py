@@ -130,7 +130,7 @@ class ProbeResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class ChosenLibrary:
     """The library to use, what its probe found, and the same of those before it that are not used."""
 
     source: LibrarySource
@@ -138,7 +138,7 @@ class Choice:
     passed: tuple[ProbeResult, ...] = ()
 
 
-def choose() -> Choice:
+def choose() -> ChosenLibrary:
     """The first library that runs here; one whose GPU is ruled out gives way to one that uses a GPU.
 
     What did not run, and what is used instead, is said in the log when it is found out.
@@ -169,8 +169,8 @@ def choose() -> Choice:
 
 def _choice(
     source: LibrarySource, result: ProbeResult, passed: Sequence[tuple[LibrarySource, ProbeResult]]
-) -> Choice:
-    return Choice(source=source, result=result, passed=tuple(each for _, each in passed))
+) -> ChosenLibrary:
+    return ChosenLibrary(source=source, result=result, passed=tuple(each for _, each in passed))
 
 
 def _sources(passed: Sequence[tuple[LibrarySource, ProbeResult]]) -> Iterator[LibrarySource]:
@@ -188,7 +188,7 @@ def _sources(passed: Sequence[tuple[LibrarySource, ProbeResult]]) -> Iterator[Li
         yield fetch_library()
 
 
-def _told(choice: Choice, new: bool) -> Choice:
+def _told(choice: ChosenLibrary, new: bool) -> ChosenLibrary:
     """Say in one line what does not run here and what is used instead, if it was found out just now."""
     parts = []
     for failed in (*choice.passed, choice.result):
