@@ -44,6 +44,7 @@ LAYERS = (
     "training",
     "inspection",
     "server",
+    "cluster",
     "public",
     "__init__",
     "cli",
