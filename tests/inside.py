@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -56,3 +57,21 @@ def active_in(loop: EngineLoop) -> Collection[SequenceGroup]:
 
 def embeddings_of(rt: Runtime) -> EmbeddingQueue:
     return inside(rt)._embeddings
+
+
+def embedder_of(rt: Runtime) -> Embedder:
+    """The context of a runtime that makes vectors. It is opened with the first text."""
+    embedder = embeddings_of(rt)._embedder
+    assert embedder is not None
+    return embedder
+
+
+def thread_of(loop: EngineLoop) -> threading.Thread:
+    return loop._thread
+
+
+def at_hand(rt: Runtime) -> tuple[int, int]:
+    """How many sessions a runtime has at hand, and how many bytes these take."""
+    sessions = rt.sessions
+    assert sessions._at_hand.keys() == sessions._origin_bytes.keys()
+    return len(sessions._at_hand), sessions._bytes_at_hand

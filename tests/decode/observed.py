@@ -170,8 +170,8 @@ def check_ledger(rt: Runtime) -> None:
     for seq in range(rt.slots):
         tokens = inside(rt).context.tokens(seq)
         assert native.newest(seq) == len(tokens) - 1
-        if isinstance(native, ToyCore) and (base := native._held[seq].base) is not None:
-            assert [base._at[pos].token for pos in sorted(base._at)] == tokens
+        if isinstance(native, ToyCore) and (held := native.tokens(seq)) is not None:
+            assert held == tokens
 
 
 def alone(kind: type[MemorySpec], prompt: str | Sequence[int], **request: Any) -> list[Reply]:

@@ -23,7 +23,7 @@ from decode.observed import (
     read,
     trouble,
 )
-from inside import inside, pacer_of
+from inside import inside, pacer_of, thread_of
 from perdure import (
     BusyError,
     ClosedError,
@@ -552,7 +552,7 @@ def test_a_broken_loop_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) ->
             assert isinstance(seen.error, EngineError)
         with pytest.raises(ClosedError):
             rt.submit("more")
-        inside(rt).engine_loop._thread.join()
+        thread_of(inside(rt).engine_loop).join()
     assert len(caught) == 1
 
 
@@ -659,7 +659,7 @@ def test_closing_from_many_threads_at_once_is_one_close() -> None:
     for thread in threads:
         thread.join()
     assert outcome(job)[0].finish_reason in ("cancelled", "length")
-    assert not inside(rt).engine_loop._thread.is_alive()
+    assert not thread_of(inside(rt).engine_loop).is_alive()
 
 
 # Values that tell.

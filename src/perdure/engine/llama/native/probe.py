@@ -209,7 +209,7 @@ def _told(choice: ChosenLibrary, new: bool) -> ChosenLibrary:
 
 def remembered(source: LibrarySource) -> ProbeResult | None:
     """What an earlier probe of a library found; None where nothing is remembered."""
-    return _read_results().get(_key(source))
+    return read_results().get(_key(source))
 
 
 def result_of(source: LibrarySource) -> ProbeResult:
@@ -227,7 +227,7 @@ def translates(source: LibrarySource) -> bool:
     return "cuda" in gpu_backends(source) and is_translated(source.folder.name)
 
 
-def _step_seconds(source: LibrarySource, translated: bool) -> float:
+def step_seconds(source: LibrarySource, translated: bool) -> float:
     """How long a step may take. What code is in a CUDA build that is no package of ours, nobody knows."""
     known = any(package.folder == source.folder.name for package in PACKAGES)
     unknown = "cuda" in gpu_backends(source) and not known
@@ -248,7 +248,7 @@ def test(source: LibrarySource) -> ProbeResult:
         for kind in toy_gguf.TYPES:
             toy_gguf.write(Path(folder) / f"{kind}.gguf", kind)
         attempts: list[Attempt] = []
-        for attempt in _ways(source, Path(folder), _step_seconds(source, translated)):
+        for attempt in _ways(source, Path(folder), step_seconds(source, translated)):
             attempts.append(attempt)
             if not attempt.died:
                 break
@@ -258,7 +258,7 @@ def test(source: LibrarySource) -> ProbeResult:
         backends=gpu_backends(source),
         translated=translated,
     )
-    results = _read_results()
+    results = read_results()
     results[_key(source)] = result
     _write_results(results)
     return result
@@ -443,7 +443,7 @@ def _results_file() -> Path:
     return settings().home / "probes.json"
 
 
-def _read_results() -> dict[str, ProbeResult]:
+def read_results() -> dict[str, ProbeResult]:
     try:
         entries = json.loads(_results_file().read_bytes())
         return {
