@@ -180,11 +180,6 @@ class Sizes:
         """How many layers there are to offload: one more than the model has."""
         return len(self.layers) + 1
 
-    @property
-    def expert_layers(self) -> int:
-        """How many layers have experts."""
-        return sum(1 for each in self.experts if each)
-
     def scaled(self, weights: int) -> Sizes:
         """The same model in another quantisation, of which only the size is known."""
         ratio = weights / max(1, self.weights)
