@@ -149,8 +149,11 @@ class EngineLoop:
         with self._changed:
             if self._closing:
                 raise ClosedError("this runtime is closed")
+            group.event_id = request.event_id or next(self._events.hub.ids)
+            watched = request.observe is not None or self._events.hub.on
             if request.idle:
-                self._events.queued(group, request)
+                if watched:
+                    self._events.queued(group, request)
                 self._idle.append(group)
                 self._changed.notify_all()
                 return group
@@ -163,7 +166,8 @@ class EngineLoop:
                     waiting=waiting,
                     limit=self._limit,
                 )
-            self._events.queued(group, request)
+            if watched:
+                self._events.queued(group, request)
             self._waiting.append(group)
             if group.deadline is not None:
                 self._next_deadline = min(self._next_deadline, group.deadline)

@@ -156,15 +156,11 @@ class EventHub:
         self._changing = threading.RLock()
         self._all: tuple[Subscription, ...] = ()
         self._by_request: dict[str, Subscription] = {}
-        self._prefix = secrets.token_hex(4)
-        self._ids = itertools.count(1)
+        self.ids: Iterator[str] = map(f"{secrets.token_hex(4)}-{{}}".format, itertools.count(1))
+        """Ids for requests that no other one has, in any process."""
         self._threads: set[threading.Thread] = set()
         self._wanted = False
         self.on = False
-
-    def new_id(self) -> str:
-        """An id for a request that no other one has, in any process."""
-        return f"{self._prefix}-{next(self._ids)}"
 
     # For those who want events.
 
