@@ -76,7 +76,7 @@ class ClusterConfig:
     folder: str = ""
     """Of each machine, for the blocks of its replicas; else that of the store."""
     keys: str = ""
-    """A file of keys for the first start; from then on they are in the database."""
+    """A file of keys, at this path on every machine; else those of the database are asked for."""
     host: str = "127.0.0.1"
     port: int = 8000
     address: str = ""

@@ -35,6 +35,7 @@ from perdure.server.core.api_error import ApiError
 from perdure.server.core.keys import KeyAccount, Keys
 from perdure.server.core.metrics import Metrics, RecentRequests
 from perdure.server.core.settings import AllowedHosts, Limits, LiveSettings, ReplyDefaults
+from perdure.server.core.shared_keys import share
 from perdure.server.core.visit import VISIT, Sign, Visit
 from perdure.sessions.agent_conversation import AgentConversation
 
@@ -149,6 +150,8 @@ class AppState:
         # Where sessions are kept, so is what seals: signatures are known again after a restart.
         key = self.runtime.sessions.store.key or secrets.token_bytes(32)
         self.seal = Seal(key, limit=self.limits.body_bytes)
+        if (accounts := getattr(self.runtime.sessions.store, "accounts", None)) is not None:
+            share(self.keys, accounts, self.limit_namespaces)
         self.limit_namespaces()
         self.names: dict[str, dict[str, str]] = {}
         """Names that clients gave models, each with the model's own, by namespace."""

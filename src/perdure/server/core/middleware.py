@@ -285,7 +285,7 @@ class Auth:
         key = self._keys.find(secret)
         notes = scope["state"]["notes"]
         generates = scope["type"] == "websocket" or not (scope["method"] in _READING or path.endswith(_STOP))
-        if (refused := self._refused(path, secret, key, generates=generates)) is not None:
+        if (refused := await self._refused(path, secret, key, generates=generates)) is not None:
             if key is not None:
                 notes["namespace"] = key.namespace
             await refuse(refused, scope, receive, send)
@@ -296,7 +296,9 @@ class Auth:
             notes["namespace"] = key.namespace
         await self._app(scope, receive, send)
 
-    def _refused(self, path: str, secret: str | None, key: Key | None, *, generates: bool) -> ApiError | None:
+    async def _refused(
+        self, path: str, secret: str | None, key: Key | None, *, generates: bool
+    ) -> ApiError | None:
         if not self._keys.required:
             return None
         if key is None:
@@ -305,10 +307,9 @@ class Auth:
                 if secret
                 else "this server needs a key: send it as `Authorization: Bearer KEY`"
             )
-        now = time.time()
-        if key.is_expired(now):
+        if key.is_expired(time.time()):
             return unauthorised(f"this key expired on {key.expires}: ask for a new one")
-        if generates and (over := self._keys.usage.admit(key, now, time.monotonic())) is not None:
+        if generates and (over := await self._keys.admit(key)) is not None:
             return rate_limited(over.why, over.retry_after)
         is_operator = key.namespace == METRICS
         if (path in _OPERATOR_ONLY and not is_operator) or (is_operator and path not in OPERATOR):

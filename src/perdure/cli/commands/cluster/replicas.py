@@ -32,11 +32,16 @@ def serve(
     from perdure.cluster.config import ClusterConfig
 
     try:
+        from perdure.cli.commands.serve import keys_in
         from perdure.server.core.keys import Keys
         from perdure.server.http_server import check_address
+        from perdure.sessions.store.registry import store_folder
 
         settings = ClusterConfig.read(config)
-        check_address(settings.host, len(Keys.read(Path(settings.keys))) if settings.keys else 0)
+        known = (
+            len(Keys.read(Path(settings.keys))) if settings.keys else keys_in(store_folder(settings.store))
+        )
+        check_address(settings.host, known)
     except InvalidInputError as error:
         note(str(error))
         raise typer.Exit(2) from None

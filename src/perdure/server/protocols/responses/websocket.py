@@ -133,7 +133,7 @@ class Connection:
                 self._left.set()
                 await self._socket.close(_POLICY)
                 return
-            if account is not None and (over := account.admit()) is not None:
+            if account is not None and (over := await account.admit()) is not None:
                 raise rate_limited(over.why, over.retry_after)
             with self._app_state.in_flight.admit(self._app_state.limits.requests):
                 # In a thread: a long message takes long to read, and every client waits for the event loop.
