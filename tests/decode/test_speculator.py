@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 
 from perdure.decode.request import Request
@@ -13,6 +14,7 @@ from perdure.decode.sampling.stage import BreakerTable
 from perdure.decode.scheduler import Budget, Chunk
 from perdure.decode.sequence import SequenceGroup, TokenSequence, make_group
 from perdure.decode.speculation.drafter import Draft
+from perdure.decode.speculation.ngrams import NgramDrafter
 from perdure.decode.speculation.speculator import FULL, Speculator, StepCosts
 from perdure.engine.adapters import AdapterTable
 from perdure.request_options import ADAPT
@@ -51,8 +53,8 @@ class World:
         self._slope = slope
         model = ToyModel()
         with model.context(n_ctx=4096, n_seq=1) as context:
-            self._make: Callable[[], SequenceGroup] = lambda: make_group(
-                Request(prompt=[1, 2, 3], speculate=ADAPT),
+            self.new: Callable[..., SequenceGroup] = lambda prompt=(1, 2, 3), **asked: make_group(
+                Request(prompt=prompt, speculate=ADAPT, **asked),
                 model=model,
                 piece=model.piece,
                 context=context,
@@ -64,7 +66,7 @@ class World:
 
     def write(self, tokens: int, streams: int = 1) -> list[tuple[TokenSequence, float]]:
         """Have replies written together: each with its gain over steps without guesses, at its end."""
-        groups = [self._make() for _ in range(streams)]
+        groups = [self.new() for _ in range(streams)]
         for group in groups:
             group.sequences[0].tokens.append(RIGHT)
         seconds = 0.0
@@ -121,6 +123,40 @@ def test_who_guesses_wrong_is_not_held_up_by_who_guesses_right(slope: float) -> 
     lucky.clear()
     for _, gain in world.write(300, streams=3):
         assert gain >= 0.98
+
+
+@pytest.mark.parametrize(
+    ("costs", "gain"),
+    [
+        # Steps of 1, 2, 4, 8, 16 and 32 tokens, as a GPU takes them and as a CPU does with Q8_0.
+        ((1.0, 1.05, 1.15, 1.4, 2.0, 2.4), 5.0),
+        ((1.0, 1.61, 2.44, 3.93, 5.34, 13.95), 1.8),
+    ],
+)
+def test_an_edit_is_copied_over_its_changes(costs: Sequence[float], gain: float) -> None:
+    """A reply of 192 tokens repeats a file in which one token of 20 was another."""
+    file = [3 if at % 20 == 0 else 10 + at for at in range(1, 241)]
+    reply = [10 + at for at in range(1, 193)]
+    speculator = Speculator([NgramDrafter()], n_ctx=4096, clock=lambda: 0.0)
+    seconds = 0.0
+    for _ in range(2):
+        # The second has what was measured with the first.
+        group = World(speculator, 0.0).new(max_tokens=200, prompt=[*file, 10])
+        sequence, seconds = group.sequences[0], 0.0
+        sequence.tokens.append(reply[0])
+        while sequence.written < len(reply):
+            chunk = Chunk(group, sequence, len(sequence.tokens) - 1, 1)
+            speculator.add_drafts([chunk], BUDGET)
+            took = float(np.interp(1 + len(chunk.draft), (1, 2, 4, 8, 16, 32), costs))
+            seconds += took
+            rest = reply[sequence.written :]
+            right = 0
+            while right < min(len(chunk.draft), len(rest)) and chunk.draft[right] == rest[right]:
+                right += 1
+            sequence.tokens.extend(rest[: right + 1])
+            chunk.settle()
+            speculator.observe([chunk], took)
+    assert (len(reply) - 1) / seconds > gain
 
 
 def test_a_full_step_gets_no_guesses() -> None:

@@ -30,7 +30,7 @@ _SHARE = 0.01
 """Of a stream's time that it may lose to wrong guesses."""
 _START = 1.0
 """Credit of a new stream, in steps."""
-_MOST = 8.0
+_MOST = 32.0
 """Credit that a stream can gather, in steps."""
 _WORTH = 1.02
 """How much more a step with guesses must promise."""
@@ -38,6 +38,9 @@ _UNKNOWN = 0.1
 """What twice as many tokens are taken to cost more, as a part of a step, before that was measured."""
 _MEMORY = 0.9
 """What is left of a measured outcome at the next."""
+_SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""Tokens of a step with guesses, where its length is free: few sizes, so that each is measured often, and
+such as kernels compute at a time."""
 
 
 class StepCosts:
@@ -64,18 +67,28 @@ class StepCosts:
         return max(self._seconds, default=0)
 
     def seconds(self, tokens: int) -> float:
-        """The same, estimated from the nearest where there was none."""
-        if (known := self._seconds.get(tokens)) is not None:
-            return known
-        below = max((size for size in self._seconds if size < tokens), default=None)
-        above = min((size for size in self._seconds if size > tokens), default=None)
-        if below is None:
-            return self._seconds[above] if above is not None else 0.0
+        """The same, estimated from the nearest where there was none. Never more than a larger step took: what
+        says so was held up."""
+        below = above = 0
+        least = math.inf
+        for size, seconds in self._seconds.items():
+            if size >= tokens:
+                least = min(least, seconds)
+                above = size if not above or size < above else above
+            elif size > below:
+                below = size
+        if above == tokens or (above and not below):
+            return least
+        if not below:
+            return 0.0
         low = self._seconds[below]
-        if above is None:
-            return low * (1 + _UNKNOWN * (tokens - below) / below)
+        if not above:
+            # As steeply as so far, at least.
+            smallest = min(self._seconds)
+            slope = (low - self._seconds[smallest]) / (below - smallest) if below > smallest else 0.0
+            return low + (tokens - below) * max(slope, _UNKNOWN * low / below)
         part = (tokens - below) / (above - below)
-        return low + part * max(0.0, self._seconds[above] - low)
+        return min(least, low + part * max(0.0, self._seconds[above] - low))
 
 
 class _Stream:
@@ -168,11 +181,18 @@ class Speculator:
             for _ in draft.tokens:
                 chance *= each
                 chances.append((-chance, at, chunk))
+        if not chances:
+            return
         # The likeliest first: of one stream they fall from guess to guess.
         chances.sort(key=lambda entry: entry[:2])
-        tokens, best, count = float(len(chunks)), len(chunks) / plain * _WORTH, 0
-        for at, (minus, _, _) in enumerate(chances[:room], 1):
-            tokens -= minus
+        del chances[room:]
+        tokens, best, count, done = float(len(chunks)), len(chunks) / plain * _WORTH, 0, 0
+        for size in _SIZES:
+            at = min(size - known, len(chances))
+            if at <= done:
+                continue
+            tokens -= sum(minus for minus, _, _ in chances[done:at])
+            done = at
             seconds = self._costs.seconds(known + at)
             if seconds - plain > credit:
                 break
@@ -187,6 +207,8 @@ class Speculator:
 
     def observe(self, step: Step, seconds: float) -> None:
         """Learn from a step that was computed and drawn from in so many seconds."""
+        if len(step) >= FULL:
+            return
         seconds += self._asking
         known = guesses = 0
         for chunk in step:
