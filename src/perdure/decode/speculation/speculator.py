@@ -34,7 +34,7 @@ _MOST = 32.0
 """Credit that a stream can gather, in steps."""
 _WORTH = 1.02
 """How much more a step with guesses must promise."""
-_DOUBTFUL = 0.7
+_DOUBTFUL = 0.68
 """Confidence up to which the next drafter is asked too."""
 _LENGTHS = frozenset((1, 2, 3, 5, 7, 11, 15, 23, 31))
 """Guesses of a step: few sizes, each of which a GPU prepares once, are measured sooner."""
