@@ -16,6 +16,7 @@ SOURCE = Path(perdure.__file__).parent
 LAYERS = (
     "errors",
     "checks",
+    "closing",
     "options",
     "request_options",
     "system",
@@ -54,6 +55,7 @@ INSIDE: dict[str, tuple[str, ...]] = {
     "cache": (
         "block",
         "prefix_search",
+        "eviction",
         "kept_prefixes",
         "tiers",
         "block_cache",

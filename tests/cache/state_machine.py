@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from inside import core_of
+from inside import core_of, nodes_of
 from perdure import PerdureError, Reply, Stream
 from perdure.engine.contract import Outcome
 from subjects import NARROW, Row, Subject, check
@@ -35,6 +35,8 @@ class Talk:
     space: str
     asked: int = 0
     adapted: int | None = None
+    number: int = 0
+    """Of its conversation: a branch has the same."""
 
 
 class RuntimeMachine(RuleBasedStateMachine):
@@ -159,7 +161,7 @@ class RuntimeMachine(RuleBasedStateMachine):
         return bool(getattr(self, "talks", None))
 
     def go_on(self, talk: Talk, prompt: list[int], **request: Any) -> Answer:
-        answer = self.say(prompt, talk.space, **request)
+        answer = self.say(prompt, talk.space, conversation=f"talk {talk.number}", **request)
         self.note(talk, answer)
         return answer
 
@@ -170,7 +172,7 @@ class RuntimeMachine(RuleBasedStateMachine):
 
     @rule(system=st.sampled_from([0, 16, 21, 40]), text=texts, space=spaces)
     def create(self, system: int, text: tuple[int, int], space: str) -> None:
-        talk = Talk([], space)
+        talk = Talk([], space, number=len(self.talks))
         self.go_on(talk, [*self.subject.tokens(self.prefix + system, 99), *self.text(text)])
         self.talks.append(talk)
 
@@ -181,6 +183,14 @@ class RuntimeMachine(RuleBasedStateMachine):
         prompt = [*found.tokens, *self.text(text)]
         if len(prompt) < self.longest:
             self.go_on(found, prompt, max_tokens=count)
+
+    @precondition(have_talks)
+    @rule(talk=talks, at=st.integers(0, LONGEST), text=texts)
+    def ask_beside(self, talk: int, at: int, text: tuple[int, int]) -> None:
+        """A title, a summary: from the beginning of a conversation or of its own."""
+        found = self.pick(talk)
+        prompt = [*found.tokens[:at], *self.text(text)][: self.longest]
+        self.say(prompt, found.space, side=True)
 
     @precondition(have_talks)
     @rule(talk=talks, at=st.integers(0, LONGEST), text=texts)
@@ -308,7 +318,7 @@ class RuntimeMachine(RuleBasedStateMachine):
     @rule(block=st.integers(0, 1000), place=st.integers(0, 1 << 20))
     def damage(self, block: int, place: int) -> None:
         """A bit of what is kept turns."""
-        nodes = list(self.served.slot_cache.tier._nodes.values())
+        nodes = list(nodes_of(self.served.slot_cache.tier).values())
         if nodes:
             node = nodes[block % len(nodes)]
             name = "tail_state" if node.block.rows is None else "rows"
@@ -321,7 +331,7 @@ class RuntimeMachine(RuleBasedStateMachine):
 
     @rule(block=st.integers(0, 1000))
     def drop(self, block: int) -> None:
-        names = list(self.served.slot_cache.tier._nodes)
+        names = list(nodes_of(self.served.slot_cache.tier))
         if names:
             self.served.engine_loop.call(lambda: self.served.slot_cache.tier.drop(names[block % len(names)]))
 

@@ -115,6 +115,8 @@ def admit(waiting: Iterable[SequenceGroup], slots: Slots) -> Iterator[SequenceGr
                 adapters=first.adapters,
                 reuse=not first.scoring,
                 pins=request.pins,
+                conversation=request.conversation,
+                side=request.side,
             )
         except Exception as error:
             group.fail(error)
@@ -317,7 +319,7 @@ def _prompt_chunk(
     return Chunk(group, sequence, sequence.cached, count)
 
 
-class Pace:
+class PrefillPacer:
     """The size of a prompt's chunk, learned from the steps that were taken: `chunk` while others wait,
     `alone` while nobody does.
 
