@@ -12,7 +12,7 @@ import pytest
 from decode.observed import toy
 from perdure.cli.commands.sessions import origin_line
 from perdure.cli.output.words import quoted
-from perdure.server.core.app_state import named_conversation
+from perdure.server.core.conversation_names import conversation_of
 from server.live_server import LiveServer, live_server, opened
 
 SYSTEM = "You are an agent. Be brief."
@@ -152,14 +152,14 @@ def test_a_subagent_has_a_session_of_its_own_that_names_its_parent(server: LiveS
     ],
 )
 def test_the_names_that_agents_give(headers: dict[str, str], name: str, parent: str) -> None:
-    found = named_conversation(headers, "")
+    found = conversation_of(headers, "")
     assert found is not None
     assert (found.name, found.parent) == (name, parent)
 
 
 @pytest.mark.parametrize("value", ["", "a/b", "a b", "x" * 101, "é", "a\n"])
 def test_what_is_no_name_names_nothing(value: str) -> None:
-    assert named_conversation({"x-session-id": value}, "") is None
+    assert conversation_of({"x-session-id": value}, "") is None
 
 
 def test_they_are_not_kept_where_that_is_turned_off(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from perdure.server.core.middleware import OPEN, AccessLog, Auth, BodyLimits, Co
 from perdure.server.core.protocol import OPENAI
 from perdure.server.core.schemas import RequestSchema
 from perdure.server.core.visit import Visits
-from perdure.server.protocols import chat, completions, embeddings, llama_server
+from perdure.server.protocols import chat, completions, embeddings, llama_server, sglang
 from perdure.server.protocols.messages import answers as messages
 from perdure.server.protocols.ollama import routes as ollama
 from perdure.server.protocols.responses import routes as responses
@@ -43,6 +43,7 @@ _API = (
     events.router,
     where.router,
     llama_server.router,
+    sglang.router,
 )
 _ABOUT = "Local language models whose sessions last. OpenAI's routes, and sessions as resources."
 _UNTRUE = ("HTTPValidationError", "ValidationError")

@@ -310,19 +310,28 @@ class Session:
             return self._stream(pending, pending.base, messages)
 
     def submit_unkept(
-        self, said: Said, *, preamble: Sequence[Message] = (), **settings: Unpack[TurnKeywords]
+        self,
+        said: Said,
+        *,
+        preamble: Sequence[Message] = (),
+        turn: int | None = None,
+        **settings: Unpack[TurnKeywords],
     ) -> TurnStream:
-        """Queue a reply to what is said, as if it were the next turn. The session stays as it is."""
+        """Queue a reply to what is said, as if it were the next turn, or the one after turn number `turn`.
+        The session stays as it is."""
         self._check_there()
         return Stream(
-            self._unkept(said_messages(said), preamble, {**self.settings, **settings}),
+            self._unkept(said_messages(said), preamble, self.standing(turn), {**self.settings, **settings}),
             self._host.backend.submit,
         )
 
     def _unkept(
-        self, said: Sequence[Message], preamble: Sequence[Message], settings: dict[str, Any]
+        self,
+        said: Sequence[Message],
+        preamble: Sequence[Message],
+        history: History,
+        settings: dict[str, Any],
     ) -> StreamPlan[ChatDelta, ChatReply]:
-        history = self._history
         exchanges = yield from self._host.chat_format.plan(
             (*preamble, *history.messages, *said),
             namespace=self.namespace,
@@ -729,7 +738,7 @@ class Session:
             settings=portable_settings(plain_settings({**pending.settings, **pending.extra.notes})),
             seed=reply.seed,
             finish_reason=reply.finish_reason,
-            usage=_usage(reply),
+            usage=_usage(reply, self._host.backend.model.info.name),
             dropped=reply.dropped,
             model=self._host.backend.model.digest,
             created=time.time(),
@@ -784,10 +793,14 @@ class Session:
 
     # As it stands.
 
-    def standing(self) -> History:
-        """Its turns as they are at one moment, whatever follows."""
+    def standing(self, turn: int | None = None) -> History:
+        """Its turns as they are at one moment, whatever follows; up to turn number `turn`, if it is given."""
         self._refresh()
-        return self._history
+        history = self._history
+        if turn is None:
+            return history
+        self._check_turn(turn, 0)
+        return history.first(turn)
 
     def stand_at(self, history: History, saved: int | None) -> None:
         """Begin with turns that are at hand already, of which so many tokens have their state written."""
@@ -1028,9 +1041,9 @@ def _date(history: History) -> str | None:
     return None
 
 
-def _usage(reply: ChatReply) -> dict[str, int | str]:
-    """What a turn says later of how its reply came about: tokens, by tier too, milliseconds, and why not more
-    was reused."""
+def _usage(reply: ChatReply, model: str) -> dict[str, int | str]:
+    """What a turn says later of how its reply came about: tokens, by tier too, milliseconds, why not more was
+    reused, and by which model."""
     timings = reply.timings
     return {
         "prompt_tokens": reply.usage.prompt_tokens,
@@ -1041,6 +1054,7 @@ def _usage(reply: ChatReply) -> dict[str, int | str]:
         "first_token_ms": round(1000 * (timings.queued + timings.prefill)),
         "decode_ms": round(1000 * timings.decode),
         "why": reply.reuse.why,
+        **({"model": model} if model else {}),
     }
 
 

@@ -32,10 +32,12 @@ from perdure.pool import ModelPool, PooledModel
 from perdure.pool.backend import PooledBackend
 from perdure.runtime import Runtime
 from perdure.server.core.api_error import ApiError
+from perdure.server.core.conversation_names import conversation_of
 from perdure.server.core.keys import KeyAccount, Keys
 from perdure.server.core.metrics import Metrics, RecentRequests
+from perdure.server.core.schemas import RequestSchema
 from perdure.server.core.settings import AllowedHosts, Limits, LiveSettings, ReplyDefaults
-from perdure.server.core.visit import VISIT, Sign, Visit
+from perdure.server.core.visit import SESSION, VISIT, Sign, Visit
 from perdure.sessions.agent_conversation import AgentConversation
 
 log = logging.getLogger("perdure.server")
@@ -260,7 +262,7 @@ class AppState:
                     reply.not_kept,
                 )
         if listed:
-            self.recent.add(caller.namespace, replies, session, caller.agent)
+            self.recent.add(caller.namespace, replies, session or caller.session, caller.agent)
         notes = caller.notes
         notes["reuse"] = _reuse_text(replies[0])
         cached = sum(reply.usage.cached_tokens for reply in replies if reply.index == 0)
@@ -375,10 +377,23 @@ class Caller:
     """What its key may still use, where it has one."""
     request_id: str = ""
     """Of its request, as the header `x-request-id` has it."""
-    conversation: AgentConversation | None = None
-    """The conversation that its headers name."""
+    headers: Mapping[str, str] | None = None
+    """Of its request, in which it may name its conversation; None where conversations are not kept."""
     visit: Visit = field(default_factory=Visit)
     """The models that its request uses."""
+
+    def conversation(self, asked: RequestSchema | None = None) -> AgentConversation | None:
+        """The conversation that its headers, or the fields of what it asks, name."""
+        return None if self.headers is None else conversation_of(self.headers, self.agent, asked)
+
+    @property
+    def session(self) -> str | None:
+        """The session that its request is a turn of, as far as that is known by now."""
+        return self.notes.get(SESSION)
+
+    def in_session(self, name: str) -> None:
+        """Have the answer, and the list of requests, say which session it is a turn of."""
+        self.notes[SESSION] = name
 
     def charge(self, prompt_tokens: int, completion_tokens: int = 0) -> None:
         """Have its key pay for what was computed, and note it for the log."""
@@ -402,9 +417,9 @@ async def _caller(request: Request) -> Caller:
     agent = _agent(request.headers.get("user-agent", ""))
     account, request_id = getattr(state, "account", None), getattr(state, "request_id", "")
     keeps = request.app.state.app_state.conversations
-    conversation = named_conversation(request.headers, agent) if keeps else None
     visit = getattr(state, VISIT, None) or Visit()
-    return Caller(state.namespace, state.notes, agent, account, request_id, conversation, visit)
+    headers = request.headers if keeps else None
+    return Caller(state.namespace, state.notes, agent, account, request_id, headers, visit)
 
 
 async def _looked_at(request: Request) -> AppState:
@@ -417,38 +432,6 @@ async def _served(request: Request) -> AppState:
     app_state = await _app_state(request)
     visit = getattr(request.state, VISIT, None) or Visit()
     return await app_state.serving(request.query_params.get("model", ""), visit, request.state.namespace)
-
-
-_NAMED_BY: tuple[tuple[str, str, str, str], ...] = (
-    ("claude-code", "x-claude-code-session-id", "x-claude-code-agent-id", "x-claude-code-parent-agent-id"),
-    ("opencode", "x-session-affinity", "", "x-parent-session-id"),
-    ("opencode", "x-session-id", "", "x-parent-session-id"),
-    ("codex", "thread-id", "", ""),
-    ("codex", "session-id", "", ""),
-    ("open-webui", "x-openwebui-chat-id", "", ""),
-)
-"""Clients, and the headers in which they name a conversation, an agent within it, and its parent."""
-_CONVERSATION_ID = re.compile(r"[A-Za-z0-9._:-]{1,100}")
-
-
-def named_conversation(headers: Mapping[str, str], agent: str) -> AgentConversation | None:
-    """The conversation that a client names in its headers, if it is one of those that do."""
-    for client, session, part, parent in _NAMED_BY:
-        name = headers.get(session, "")
-        if not _CONVERSATION_ID.fullmatch(name):
-            continue
-        whole = f"{client}:{name}"
-        within = headers.get(part, "") if part else ""
-        above = headers.get(parent, "") if parent else ""
-        inside = bool(_CONVERSATION_ID.fullmatch(within))
-        if part:
-            above = f"{whole}:{above}" if _CONVERSATION_ID.fullmatch(above) else whole if inside else ""
-        else:
-            above = f"{client}:{above}" if _CONVERSATION_ID.fullmatch(above) else ""
-        return AgentConversation(
-            name=f"{whole}:{within}" if inside else whole, parent=above, agent=agent or client
-        )
-    return None
 
 
 def _agent(header: str) -> str:

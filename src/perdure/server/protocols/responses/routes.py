@@ -73,7 +73,7 @@ async def create(
         )
     head = responses.unstored_head(asked)
     try:
-        job = await app_state.call(responses.submit_unstored, asked, caller.conversation)
+        job = await app_state.call(responses.submit_unstored, asked, caller)
     except (PerdureError, ApiError) as error:
         return _refused(error, head, asked, app_state)
     return await _answered(job, head, asked, request, app_state, caller, ResponseWriter(head))
