@@ -113,7 +113,10 @@ FEATURES: dict[str, tuple[Cell, Cell, Cell, Cell]] = {
         ),
     ),
     "resumed after a break or a kill": (
-        NONE,
+        (
+            "after a break: `perdure.resumable`",
+            "server/test_chat_resuming.py::test_the_rest_of_a_stream_comes_to_whoever_comes_back",
+        ),
         (
             "yes",
             "server/test_response_kills.py::test_killing_the_server_between_two_events_loses_nothing_h9",

@@ -311,11 +311,11 @@ def test_a_response_goes_on_from_one_place(client: httpx.Client) -> None:
 
 def test_a_namespace_cannot_branch_off_from_another(tenants: Iterator[Tenant]) -> None:
     ada, bob = next(tenants), next(tenants)
-    talk(ada.client, "talk", "Hello.")
-    for protocol in PROTOCOLS:
-        new = [{"role": "user", "content": "More."}]
-        assert ask(bob.client, protocol, new, perdure={"fork_from": "talk"}).status_code == 404
-    ask(bob.client, "chat", SAID, session_params={"id": "a"})
     with ada.client, bob.client:
+        talk(ada.client, "talk", "Hello.")
+        for protocol in PROTOCOLS:
+            new = [{"role": "user", "content": "More."}]
+            assert ask(bob.client, protocol, new, perdure={"fork_from": "talk"}).status_code == 404
+        ask(bob.client, "chat", SAID, session_params={"id": "a"})
         assert sessions(bob.client) == {"sglang:a": 1}
         assert sessions(ada.client) == {"talk": 1}

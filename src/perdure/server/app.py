@@ -15,6 +15,7 @@ from perdure.server.core import api_error
 from perdure.server.core.api_error import too_many_connections
 from perdure.server.core.app_state import AppState
 from perdure.server.core.body_route import body_schema
+from perdure.server.core.event_log import EventLogs
 from perdure.server.core.middleware import OPEN, AccessLog, Auth, BodyLimits, Cors, HostCheck
 from perdure.server.core.protocol import OPENAI
 from perdure.server.core.schemas import RequestSchema
@@ -57,6 +58,7 @@ def build(app_state: AppState) -> FastAPI:
     app = FastAPI(title="perdure", version=version("perdure"), description=_ABOUT, openapi_url=None)
     app.state.app_state = app_state
     app.state.runs = Runs()
+    app.state.logs = EventLogs()
     if app_state.page:
         # Before Ollama's: both have an answer for `/`, and a browser says that it wants HTML.
         app.include_router(page.router)

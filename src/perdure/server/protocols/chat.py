@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Path, Query, Request
 from pydantic import Field
 from starlette.responses import Response
 
@@ -19,6 +19,7 @@ from perdure.server.core.api_error import ApiError
 from perdure.server.core.app_state import AppState, AppStateDep, Caller, CallerDep
 from perdure.server.core.body_route import BodyRoute
 from perdure.server.core.conversation_names import NamingFields
+from perdure.server.core.event_log import EventLog, EventLogs, followed
 from perdure.server.core.follow import Stream, answer
 from perdure.server.core.protocol import DONE, Events, EventTemplate, Protocol, event
 from perdure.server.core.schemas import (
@@ -34,6 +35,7 @@ from perdure.server.core.schemas import (
     refuse_fields,
     streamed,
 )
+from perdure.server.core.visit import Visit
 from perdure.server.protocols.openai import (
     AnswerHead,
     PromptCacheOptions,
@@ -571,6 +573,23 @@ async def chat_answer(
     head = ChatHead(app_state, session, with_logprobs=bool(asked.logprobs))
     n: Any = getattr(asked, "n", None) or 1
     include_usage = bool(asked.stream_options and asked.stream_options.include_usage)
+    if asked.stream and asked.perdure is not None and asked.perdure.resumable:
+        visit = Visit()
+        # Loaded for its request: it stays so when the client leaves.
+        await app_state.serving(app_state.name, visit)
+        log = EventLog(
+            stream,
+            ChatWriter(head, n, include_usage=include_usage),
+            app_state,
+            caller,
+            visit,
+            timeout=asked.perdure.timeout,
+            session=session,
+            messages=messages,
+        )
+        logs: EventLogs = request.app.state.logs
+        logs.add(caller.namespace, head.common["id"], log)
+        return followed(log, -1, app_state)
     return await answer(
         stream,
         request,
@@ -582,6 +601,23 @@ async def chat_answer(
         session=session,
         messages=messages,
     )
+
+
+@router.get("/v1/chat/completions/{completion_id}", responses=streamed(404, 409), response_model=None)
+async def resume(
+    completion_id: Annotated[str, Path(max_length=100)],
+    request: Request,
+    app_state: AppStateDep,
+    caller: CallerDep,
+    starting_after: Annotated[int | None, Query(ge=-1, lt=2**31)] = None,
+) -> Response:
+    """The rest of a stream that was asked for with `perdure.resumable`, from behind event number
+    `starting_after`, or behind the one that the header `Last-Event-ID` names."""
+    last = request.headers.get("last-event-id", "")
+    if starting_after is None:
+        starting_after = int(last) if last.isascii() and last.isdigit() and len(last) < 10 else -1
+    logs: EventLogs = request.app.state.logs
+    return followed(logs.get(caller.namespace, completion_id, starting_after), starting_after, app_state)
 
 
 PROTOCOL = Protocol(name="OpenAI chat completions", prefix="/v1/chat", routers=(router,), writer=ChatWriter)

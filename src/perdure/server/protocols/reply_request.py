@@ -41,6 +41,8 @@ class SessionExtension(ReplyExtension):
     """After which turn the branch starts; where that session stands, if left out."""
     keep_partial: bool | None = None
     """In a session: whether a turn that is stopped is kept as far as it is written."""
+    resumable: bool | None = None
+    """With `stream`, in chat completions: whether the reply goes on without its reader, who can come back."""
 
     @property
     def place(self) -> SessionPlace | None:
