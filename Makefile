@@ -22,7 +22,7 @@ UNCHECKED := $(foreach name,crash runtime_store state_machine import import_fuzz
   --ignore-glob='*/test_$(name).py')
 ZOO := llama or qwen3 or deepseek2 or gemma3 or mamba or jamba
 
-.PHONY: chat test test-next check soak bench models lint setup engine page browser servers dist docs api clean
+.PHONY: chat test test-next check soak bench models lint setup engine page browser servers ray dist docs api clean
 
 chat: $(CHAT)
 	@$(BIN)/perdure chat
@@ -42,7 +42,7 @@ check: lint
 	$(BIN)/python -m pytest -q -m "not soak and not model" -k "toy or not ($(ZOO))" -n $(WORKERS) \
 	  --dist worksteal $(UNCHECKED) $(CHECKED)
 
-soak: $(TEST)
+soak: $(TEST) ray
 	$(BIN)/python -m pytest -m soak
 
 # What works with models, one row each: make models MODELS="a.gguf owner/repo:Q4_K_M".
@@ -87,6 +87,11 @@ servers:
 	  command -v $$each >/dev/null || [ -x /usr/sbin/$$each ] \
 	    || apt-get install -y -qq --no-install-recommends $$each >/dev/null 2>&1 \
 	    || echo "$$each could not be installed: tests that need it are skipped"; done; fi
+
+# Ray, 250 MB: for `make soak` alone. Without it the tests that need it are skipped.
+ray: $(TEST)
+	@$(BIN)/python -c 'import ray.serve' 2>/dev/null || $(INSTALL) --quiet -e ".[ray]" \
+	  || echo "Ray could not be installed: tests that need it are skipped"
 
 # llama.cpp from source, with flags that are safe for this compiler, into build/engine.
 engine: $(CHAT)

@@ -14,6 +14,7 @@ import pytest
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
+import built  # noqa: F401 (first: the others import what it compiles)
 import subjects
 import zoo
 from cluster.servers import PostgresServer, postgres_server
@@ -90,12 +91,7 @@ def find_subject(zoo_path: Callable[[str], Path]) -> Callable[[str], Subject]:
     return find
 
 
-def soaked(name: str) -> tuple[pytest.MarkDecorator, ...]:
-    """The marks of a test over the model of that name."""
-    return (pytest.mark.soak,) if name in subjects.SOAKED else ()
-
-
-@pytest.fixture(params=[pytest.param(name, marks=soaked(name)) for name in subjects.NAMES])
+@pytest.fixture(params=subjects.every(subjects.NAMES))
 def subject(request: pytest.FixtureRequest, find_subject: Callable[[str], Subject]) -> Subject:
     """Every model in turn: the toy engine's kinds of memory, then the zoo on llama.cpp, then on MLX."""
     return find_subject(request.param)

@@ -6,12 +6,13 @@ import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from filelock import FileLock
 from numpy.typing import NDArray
 
@@ -30,6 +31,12 @@ MLX = {f"mlx-{name}": name for name in folders.FOLDERS} if folders.HERE else {}
 NAMES = [*TOYS, *zoo.names(), *MLX]
 SOAKED = [name for name in MLX if name != "mlx-llama"]
 """Those that run over all suites only in `make soak`: each step of theirs takes milliseconds."""
+
+
+def every(names: Iterable[str]) -> list[Any]:
+    """The parameters of a test over these models."""
+    return [pytest.param(name, marks=[pytest.mark.soak] if name in SOAKED else []) for name in names]
+
 
 # With these the engine rounds least: no half-precision sums over cells, whose order then hardly matters.
 FINE = {"flash": False, "k_type": "f32", "v_type": "f32"}

@@ -43,6 +43,7 @@ LAYERS = (
     "training",
     "inspection",
     "server",
+    "cluster",
     "public",
     "__init__",
     "cli",

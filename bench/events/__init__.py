@@ -80,7 +80,7 @@ def steps(run: Run) -> Iterator[Figure]:
                 against="the same without",
                 unit="tok/s",
                 gauge=Gauge.RATE,
-                target=at_least(0.99 if streams == 1 else 0.9),
+                target=at_least(0.99),
                 repeats=run.pick(9, 3),
             )
 

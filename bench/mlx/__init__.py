@@ -24,19 +24,37 @@ from perdure.engine.registry import open_model
 
 _SENTENCE = "The harbour lies still this morning, and the ferry comes in at ten past nine with the mail. "
 _QUESTIONS = ("Name a colour.", "And a city?", "Why?", "Say it shorter.", "Thank you.")
+_ABOUT = (
+    "Tell me about the number {}.",
+    "What happened in the year {}?",
+    "Write a short story of {} words about a lighthouse.",
+    "Give me {} reasons to learn to swim.",
+    "Explain to a child of {} years why the sky is blue.",
+)
 PROMPTS = 100
 NEW = 64
 _TIE = 0.1
 """Logits apart: what is closer is a near tie, which rounding decides."""
 
 
+def plain() -> Path:
+    """The default model as a GGUF file in f16, written once."""
+    from perdure.files.quantize import quantize
+
+    place = Path("build/mlx") / f"{Path(model_path()).stem}.f16.gguf"
+    if not place.exists():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        quantize(Path(model_path()), place, "F16", requantize=True)
+    return place
+
+
 def folder() -> Path:
-    """The default model as a folder in 32 bits, written once: the CPU is slowest at 16."""
+    """The same weights as a folder, written once: in 32 bits, since the CPU is slowest at 16."""
     from tools.mlx_folder import write
 
-    place = Path("build/mlx") / Path(model_path()).stem
+    place = plain().with_suffix("")
     if not (place / "model.safetensors").exists():
-        write(Path(model_path()), place, "float32")
+        write(plain(), place, "float32")
     return place
 
 
@@ -166,45 +184,46 @@ def restart(run: Run) -> Iterator[Figure]:
 
 
 def agreement(run: Run) -> Iterator[Figure]:
-    """Greedy replies of llama.cpp that MLX would give too, on the same weights; the others at near ties.
+    """Greedy replies of llama.cpp that MLX would give too, on the same f16 weights; the others at near ties.
 
     MLX reads each reply with its prompt: where every row's best token is the one that llama.cpp chose, its
-    own greedy reply is that one.
+    own greedy reply is that one. Where one is not, how far apart the two tokens are is said for both.
     """
-    from perdure.files.quantize import quantize
-
     place = folder()
     count, new = run.pick(PROMPTS, 2), run.pick(NEW, 8)
-    plain = place.with_suffix(".f16.gguf")
-    if not plain.exists():
-        quantize(Path(model_path()), plain, "F16", requantize=True)
-    ours, theirs = open_model(place, {}, cells=0), open_model(str(plain), {}, cells=512)
+    ours, theirs = open_model(place, {}, cells=0), open_model(str(plain()), {}, cells=512)
     agreed = near = 0
     with Watch() as watch, ours.context(n_ctx=512) as one, theirs.context(n_ctx=512) as other:
         for number in range(count):
             prompt = theirs.tokenize(
-                f"<|im_start|>user\nTell me about the number {number}.<|im_end|>\n<|im_start|>assistant\n",
+                f"<|im_start|>user\n{_ABOUT[number % len(_ABOUT)].format(number)}<|im_end|>\n"
+                "<|im_start|>assistant\n",
                 special=True,
             )
             other.clear()
             other.decode(prompt)
-            reply: list[int] = []
-            for _ in range(new):
-                reply.append(int(np.argmax(other.logits().copy())))
+            rows = [other.logits().copy()]
+            reply = [int(np.argmax(rows[0]))]
+            for _ in range(new - 1):
                 other.decode([reply[-1]])
+                rows.append(other.logits().copy())
+                reply.append(int(np.argmax(rows[-1])))
             one.clear()
             one.decode([*prompt, *reply[:-1]], rows=range(len(prompt) - 1, len(prompt) + new - 1))
-            gaps = [
-                float(row.max() - row[token])
-                for row, token in (
-                    (one.logits(len(prompt) - 1 + at).copy(), token) for at, token in enumerate(reply)
-                )
-            ]
-            first = next((gap for gap in gaps if gap > 0), 0.0)
-            agreed += first == 0.0
-            near += 0.0 < first <= _TIE
-            if first:
-                print(f"  prompt {number}: first difference at logits {first:.4f} apart", flush=True)
+            for at, token in enumerate(reply):
+                row = one.logits(len(prompt) - 1 + at).copy()
+                best = int(np.argmax(row))
+                if best != token:
+                    apart = float(row[best] - row[token]), float(rows[at][token] - rows[at][best])
+                    near += max(apart) <= _TIE
+                    print(
+                        f"  prompt {number} differs at token {at}: the two are {apart[0]:.4f} apart on MLX, "
+                        f"{apart[1]:.4f} on llama.cpp",
+                        flush=True,
+                    )
+                    break
+            else:
+                agreed += 1
     print(f"  {agreed} of {count} agree for {new} tokens, {near} more differ at near ties", flush=True)
     yield Figure(
         name=f"replies of {new} tokens that agree with llama.cpp's",

@@ -1,11 +1,21 @@
 """Speculation: replies with guesses (`speculate=-1`) against the same replies without, in one run.
 
-    python -m bench.speculation [MODEL] [--quick] [--threads N] [--streams N] [--planted] [--cpu]
+    python -m bench.speculation [MODEL] [--quick] [--threads N] [--streams N] [--only PART] [--cpu] [--server]
 
-An edit of a file of about 1,000 tokens that is repeated back with changes, JSON under a schema, free text,
-and many streams at once. `--planted` has every guess right but one in five instead of asking n-grams: what
-the machine could gain with a model that repeats, for models of random weights. Each pair is two replies right
-after one another. JSON is compared with a reply of which every token is drawn.
+MODEL is a file or a name (the default model without it), or `8b`, `small` or `tiny`: a model of that shape
+that needs no network. It is written under PERDURE_HOME when it is first needed (4.5 GB for 8b), computes all
+that a model of its size does, and writes token n + 1 behind token n. So an edit, a misleading text and
+a right guess are known:
+
+    on a GPU, about 3 minutes with the writing:   python -m bench.speculation 8b --quick
+    the same in small, on a CPU:                  python -m bench.speculation small --quick --threads 1
+
+First it says what a step of k tokens costs, in steps of one, and how much faster a reply could be at most if
+every guess were right: no way of guessing gains more on this machine. Then, each with and without guesses in
+turn: an edit of a file of about 1,000 tokens that is repeated back with changes (one token in 20 with models
+that count); free text; guesses that are right four times in five, as those of next-token layers are; many
+streams at once; JSON under a schema. `--server` has llama-server's own guesses beside them, with and without,
+on the same prompts (llama-server out of the folder that PERDURE_LLAMA names, else out of `xllamacpp`).
 """
 
 from __future__ import annotations
@@ -15,46 +25,31 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from bench.machine import Watch
+from bench.processes.random_model import EIGHT_BILLION, SMALL, Shape, write
+from bench.speculation.peer import SpeculatingServer
+from bench.speculation.prompts import SCHEMA, Prompt, Prompts, counted, texts
 from perdure import Model, Runtime
 from perdure.backend import LocalBackend
+from perdure.config import settings
 from perdure.decode.request import Reply
 from perdure.decode.sequence import TokenSequence
 from perdure.decode.speculation.drafter import Draft
+from perdure.decode.speculation.ngrams import NgramDrafter
+from perdure.engine.context import Feed
 from perdure.request_options import ADAPT
 
-_FUNCTION = '''def {name}(values, limit):
-    """Return the {name} of all values that are below the limit."""
-    total = 0
-    for value in values:
-        if value < limit:
-            total += value * {number}
-    return total
-
-
-'''
-_NAMES = ("price", "weight", "volume", "height", "length", "width", "depth", "speed", "power", "energy")
-_FILE = "".join(
-    _FUNCTION.format(name=name, number=at + 2) for at, name in enumerate((*_NAMES, "score", "rank"))
-)
-_EDITED = _FILE.replace("limit", "bound")
-EDIT = f"# The file:\n\n{_FILE}# The same file, with `limit` renamed to `bound`:\n\n{_EDITED[:400]}"
-FREE = "The history of the lighthouse is long. It began when a keeper"
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        name: {"type": "string", "maxLength": 12}
-        for name in ("first_name", "family_name", "place_of_birth", "favourite_colour", "profession")
-    },
-    "required": ["first_name", "family_name", "place_of_birth", "favourite_colour", "profession"],
-    "additionalProperties": False,
-}
+N_CTX = 2048
+_TINY = Shape(layers=4, width=256, inner=768, heads=4, kv_heads=2, vocabulary=8192, type="q8_0")
+_SHAPES = {"8b": EIGHT_BILLION, "small": SMALL, "tiny": _TINY}
 
 
 class Planted:
-    """Guesses what the reply without guesses was, with one mistake in five tokens."""
+    """Guesses what the reply without guesses was, wrong one time in five; nothing of other prompts."""
 
     name = "planted"
 
@@ -63,6 +58,8 @@ class Planted:
         self._dice = random.Random(1)
 
     def draft(self, sequence: TokenSequence, count: int) -> Draft | None:
+        if not self.replies:
+            return None
         reply = self.replies.get(tuple(sequence.request.prompt))
         if reply is None:
             return None
@@ -123,70 +120,132 @@ def _compare(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.speculation", description=__doc__)
-    parser.add_argument("model", nargs="?", help="a file or a name; else the default model")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.speculation",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "model", nargs="?", help="a file or a name, `8b`, `small` or `tiny`; else the default model"
+    )
     parser.add_argument("--quick", action="store_true", help="3 pairs of short replies")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--only", default="", help="only the parts with this in their name")
     parser.add_argument("--cpu", action="store_true", help="processor time: for 1 thread on a busy machine")
-    parser.add_argument("--planted", action="store_true", help="guess right four times in five")
+    parser.add_argument("--server", action="store_true", help="llama-server's own guesses beside them")
     options = parser.parse_args(argv)
-    repeats, count = (3, 96) if options.quick else (9, 256)
-    planted = Planted() if options.planted else None
-    model = Model(options.model)
+    planted = Planted()
+    path = _written(options.model) if options.model in _SHAPES else options.model
+    model = Model(path)
+    counts = options.model in _SHAPES
+    prompts = counted(model.n_vocab, options.streams) if counts else texts(options.streams)
+    if options.only in "steps":
+        _steps(model, options.threads, cpu=options.cpu)
     backend = LocalBackend(
         model,
-        n_ctx=2560,
+        n_ctx=N_CTX,
         slots=max(1, options.streams),
         stall=0.05,
         threads=options.threads,
         cache=256 << 20,
         own_model=True,
-        drafters=None if planted is None else [planted],
+        drafters=[planted, NgramDrafter()],
     )
     with Runtime(backend) as rt:
-        _run(rt, options, planted, repeats, count)
+        _run(rt, options, planted, prompts)
+        if options.server:
+            with SpeculatingServer(str(model.path), threads=options.threads or 1, n_ctx=N_CTX) as server:
+                _beside(rt, server, prompts, options)
     return 0
 
 
-def _run(rt: Runtime, options: argparse.Namespace, planted: Planted | None, repeats: int, count: int) -> None:
-    def asked(prompts: Sequence[str], **request: Any) -> Sequence[Reply]:
+def _written(name: str) -> Path:
+    folder = settings().home / "bench"
+    folder.mkdir(parents=True, exist_ok=True)
+    return write(folder / f"{name}-counts.gguf", replace(_SHAPES[name], counts=True))
+
+
+def _steps(model: Model, threads: int | None, *, cpu: bool) -> None:
+    """What a step of several tokens costs, with a row of logits for each."""
+    clock = time.process_time if cpu else time.perf_counter
+    depth, found = 512, {}
+    with model.context(n_ctx=N_CTX, n_seq=1, threads=threads) as context, Watch() as watch:
+        context.decode([1000 + at for at in range(depth)], 0)
+        for count in (1, 2, 4, 8, 16, 32):
+            times = []
+            for _ in range(7):
+                started = clock()
+                context.step([Feed(0, list(range(2000, 2000 + count)), range(count))])
+                context.synchronize()
+                times.append(clock() - started)
+                context.truncate(depth, 0)
+            # The least: on a busy machine others are in the rest.
+            found[count] = min(times)
+    costs = ", ".join(f"{count}: {seconds / found[1]:.2f}" for count, seconds in found.items())
+    most = max(count * found[1] / seconds for count, seconds in found.items())
+    print(
+        f"{most:7.3f}  the most that guessing could gain here | steps of k tokens, in steps of one: {costs} "
+        f"| one takes {1e3 * found[1]:.2f} ms | {watch.machine}",
+        flush=True,
+    )
+
+
+def _run(rt: Runtime, options: argparse.Namespace, planted: Planted, prompts: Prompts) -> None:
+    repeats, count = (3, 96) if options.quick else (9, 256)
+
+    def asked(prompts: Sequence[Prompt], **request: Any) -> Sequence[Reply]:
         jobs = [rt.submit(prompt, **request) for prompt in prompts]
         return [job.reply() for job in jobs]
 
-    def pair(name: str, target: float, prompts: Sequence[str], **request: Any) -> None:
-        if options.only not in name:
-            return
-        if planted is not None:
-            for prompt, reply in zip(prompts, asked(prompts, **request), strict=True):
-                planted.replies[tuple(rt.model.tokenize(prompt))] = reply.tokens
-        _compare(
-            name,
-            target,
-            repeats,
-            lambda: asked(prompts, **request, speculate=ADAPT),
-            lambda: asked(prompts, **request, speculate=0),
-            cpu=options.cpu,
-        )
+    def pair(name: str, target: float, prompts: Sequence[Prompt], **request: Any) -> None:
+        if options.only in name:
+            _compare(
+                name,
+                target,
+                repeats,
+                lambda: asked(prompts, **request, speculate=ADAPT),
+                lambda: asked(prompts, **request, speculate=0),
+                cpu=options.cpu,
+            )
 
     plain: dict[str, Any] = {"max_tokens": count, "ignore_eos": True, "seed": 1}
-    pair("edit, greedy", 2.5, [EDIT], **plain, temperature=0)
-    pair("edit, temperature 0.8", 2.5, [EDIT], **plain, temperature=0.8)
-    pair("free text, greedy", 0.98, [FREE], **plain, temperature=0)
-    pair("free text, temperature 0.8", 0.98, [FREE], **plain, temperature=0.8)
-    if options.streams > 1 and f"{options.streams} streams".find(options.only) >= 0:
-        many = [f"{FREE} number {at}" for at in range(options.streams)]
-        pair(f"{options.streams} streams", 0.99, many, **{**plain, "max_tokens": count // 4}, temperature=0.8)
-    if options.only in "json, drawn":
-        request: dict[str, Any] = {"schema": SCHEMA, "temperature": 0, "max_tokens": 160}
-        prompt = "A person as JSON:\n"
-        _compare(
-            "json, against draws",
-            1.3,
-            repeats,
-            lambda: asked([prompt], **request, speculate=ADAPT),
-            # Log probabilities have every token drawn.
-            lambda: asked([prompt], **request, logprobs=0),
-            cpu=options.cpu,
+    longer = {**plain, "max_tokens": 2 * count}
+    pair("edit, greedy", 2.5, [prompts.edit], **longer, temperature=0)
+    pair("edit, temperature 0.8", 2.5, [prompts.edit], **longer, temperature=0.8)
+    pair("free text, greedy", 0.98, [prompts.free], **longer, temperature=0)
+    pair("free text, temperature 0.8", 0.98, [prompts.free], **longer, temperature=0.8)
+    for name, temperature in (("greedy", 0.0), ("temperature 0.8", 0.8)):
+        known = [prompts.planted] if isinstance(prompts.planted, str) else [list(prompts.planted)]
+        request = {**plain, "temperature": temperature}
+        title = f"planted guesses, four in five right, {name}"
+        if options.only in title:
+            tokens = tuple(rt.model.tokenize(known[0]) if isinstance(known[0], str) else known[0])
+            planted.replies = {tokens: asked(known, **request)[0].tokens}
+            pair(title, 1.8, known, **request)
+            planted.replies = {}
+    if options.streams > 1:
+        few = {**plain, "max_tokens": count // 2}
+        pair(f"{options.streams} streams", 0.99, prompts.many, **few, temperature=0.8)
+    pair("json", 1.3, ["A person as JSON:\n"], schema=SCHEMA, temperature=0, max_tokens=160)
+
+
+def _beside(rt: Runtime, server: SpeculatingServer, prompts: Prompts, options: argparse.Namespace) -> None:
+    """llama-server on the same prompts, with its own guesses and without."""
+    count, repeats = (192, 3) if options.quick else (512, 5)
+    for name, prompt in (("edit", prompts.edit), ("free text", prompts.free)):
+        tokens = rt.model.tokenize(prompt) if isinstance(prompt, str) else prompt
+        with Watch() as watch:
+            pairs = [
+                [server.speed(tokens, count, guessing=guessing) for guessing in (True, False)]
+                for _ in range(repeats + 1)
+            ][1:]
+        ratio = statistics.median(ours.speed / peer.speed for ours, peer in pairs)
+        guessed, right = pairs[-1][0].guessed, pairs[-1][0].right
+        print(
+            f"{ratio:7.3f}  {name}, greedy, by {server.name}: "
+            f"{statistics.median(ours.speed for ours, _ in pairs):.1f} tok/s, "
+            f"without {statistics.median(peer.speed for _, peer in pairs):.1f} | {guessed} guessed, "
+            f"{right} right | {watch.machine}, {repeats} pairs",
+            flush=True,
         )

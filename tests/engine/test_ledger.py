@@ -10,7 +10,7 @@ import pytest
 
 from inside import core_of
 from perdure import Context, Feed, PerdureError
-from perdure.engine.contract import Outcome
+from perdure.engine.contract import Batch, Outcome
 from perdure.memory import MEMORY_KINDS, MemorySpec
 from perdure.testing.toy import ToyCore, ToyModel
 
@@ -90,3 +90,43 @@ def test_no_answer_about_positions_parts_the_ledger_from_the_cache(kind: type[Me
                 left = ctx.tokens(seq)
                 assert native.newest(seq) == len(left) - 1, (calls.__name__, at, outcome, by, questions)
                 assert native.read(seq, partial=False).tobytes() == compute(left)
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+@pytest.mark.parametrize("outcome", [Outcome.DONE, Outcome.FAILED, Outcome.ABORTED])
+@pytest.mark.parametrize("kind", MEMORY_KINDS, ids=lambda kind: kind.name)
+def test_a_ctrl_c_that_hides_how_a_step_ended_leaves_nothing_spoiled(
+    kind: type[MemorySpec], outcome: Outcome, after: int
+) -> None:
+    """B6, K1: it comes between the end of the native step and the line that looks at its outcome."""
+    model = ToyModel(kind)
+    with model.context(n_ctx=16, n_seq=3, n_batch=4) as ctx, model.context(n_ctx=16, n_batch=4) as cold:
+        native = toy_core(ctx)
+        decode = native.decode
+
+        def interrupted(batch: Batch) -> Outcome:
+            decode(batch)
+            raise KeyboardInterrupt
+
+        for at, by in product(range(5), (None, -1, 1)):
+            ctx.clear()
+            ctx.decode([1, 2, 3, 4, 5], 0)
+            ctx.decode([4, 5, 6], 1)
+            call = decodes(ctx)[at]
+            if outcome is not Outcome.DONE:
+                native.faults.fail_decode(outcome, after=after)
+            for ahead in range(1, 4) if by is not None else ():
+                native.faults.lie(by or 0, ahead)
+            native.decode = interrupted  # type: ignore[method-assign]
+            with pytest.raises(KeyboardInterrupt):
+                call()
+            native.decode = decode  # type: ignore[method-assign]
+            native.faults.forget()
+            for seq in range(3):
+                left = ctx.tokens(seq)
+                assert native.newest(seq) == len(left) - 1, (at, by)
+                cold.clear()
+                if left:
+                    cold.decode(left)
+                expected = toy_core(cold).read(0, partial=False).tobytes()
+                assert native.read(seq, partial=False).tobytes() == expected, (at, by, seq)

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -74,13 +75,13 @@ def test_a_request_is_told_from_its_queue_to_its_end() -> None:
 
 def test_off_costs_no_measure_and_on_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[int] = []
-    real = row_kernels.measure
 
-    def counting(row: Floats, token: int, k: int) -> row_kernels.Measure:
-        measured.append(token)
-        return real(row, token, k)
+    class Counting(row_kernels.Measures):
+        def __init__(self, rows: Floats, tokens: Sequence[int], k: int) -> None:
+            measured.extend(tokens)
+            super().__init__(rows, tokens, k)
 
-    monkeypatch.setattr("perdure.decode.step_events.measure", counting)
+    monkeypatch.setattr("perdure.decode.step_events.Measures", Counting)
     with toy() as rt:
         plain = rt.generate("hello", max_tokens=6, seed=1, ignore_eos=True)
         assert not measured
@@ -89,6 +90,8 @@ def test_off_costs_no_measure_and_on_changes_no_token(monkeypatch: pytest.Monkey
             watched = rt.generate("hello", max_tokens=6, seed=1, ignore_eos=True)
         assert len(measured) == 6
         assert rt.generate("hello", max_tokens=6, seed=1, ignore_eos=True).tokens == plain.tokens
+        with rt.events(["Queued", "Ended"]):
+            rt.generate("hello", max_tokens=6, seed=1, ignore_eos=True)
         assert len(measured) == 6
     assert watched.tokens == plain.tokens
 
@@ -301,11 +304,44 @@ def test_what_is_told_of_a_token_equals_numpy(size: int) -> None:
     assert here.probabilities == pytest.approx(there.probabilities, abs=1e-5)
 
 
+@pytest.mark.parametrize("spread", [0.1, 3.0, 60.0])
+def test_rows_are_measured_together_as_each_alone(spread: float) -> None:
+    """Also tokens so far down that the sums have to begin again, and one that is ruled out."""
+    rng = np.random.default_rng(5)
+    # So large that other threads help.
+    rows = (rng.standard_normal((9, 33_001)) * spread).astype(np.float32)
+    rows[3, 17] = -np.inf
+    tokens = [int(row.argmin() if at % 2 else row.argmax()) for at, row in enumerate(rows)]
+    together = row_kernels.Measures(rows, tokens, 5)
+    for at in range(len(rows)):
+        here, there = together[at], measured(rows[at], tokens[at], 5)
+        assert here.rank == there.rank
+        assert here.ids == there.ids
+        assert here.logprob == pytest.approx(there.logprob, abs=1e-4)
+        assert here.entropy == pytest.approx(there.entropy, abs=1e-4)
+        assert here.probabilities == pytest.approx(there.probabilities, abs=1e-5)
+    assert tokens[3] == 17
+
+
+def test_what_is_told_is_read_when_everything_is_closed() -> None:
+    with toy() as rt:
+        events = rt.events(["TokenDrawn"])
+        reply = rt.generate("hello", max_tokens=4, ignore_eos=True)
+    told = events.poll()
+    assert tuple(event.token for event in told if isinstance(event, TokenDrawn)) == reply.tokens
+
+
 def test_what_is_no_number_is_refused() -> None:
     row = np.zeros(300, np.float32)
-    row[7] = np.nan
+    for strange in (np.nan, np.inf):
+        for place in (7, 299):
+            row[:] = 0
+            row[place] = strange
+            for token in (0, place):
+                with pytest.raises(perdure.EngineError):
+                    row_kernels.measure(row, token, 5)
     with pytest.raises(perdure.EngineError):
-        row_kernels.measure(row, 0, 5)
+        row_kernels.measure(np.full(300, -np.inf, np.float32), 0, 5)
 
 
 def test_tokens_that_were_guessed_ahead_are_told_with_their_own_rows() -> None:

@@ -14,31 +14,9 @@ import perdure
 from perdure.engine.mlx.engine import ENGINE
 from perdure.errors import EngineError, InvalidInputError, ModelFileError, ModelNotFoundError
 from subjects import Subject, check, divergence
+from zoo.folders import write_adapter
 
 Find = Callable[[str], Subject]
-
-
-def write_adapter(model: Path, folder: Path, *, kind: str = "lora", seed: int = 1) -> Path:
-    """A random adapter, in the shapes that mlx-lm's own tuner makes for this model."""
-    import mlx.core as mx
-    from mlx.utils import tree_flatten
-    from mlx_lm.tuner.utils import linear_to_lora_layers
-    from mlx_lm.utils import load_model
-
-    loaded, _ = load_model(model)
-    loaded.freeze()
-    parameters = {"rank": 4, "scale": 2.0, "dropout": 0.0, "keys": ["self_attn.q_proj", "mlp.down_proj"]}
-    linear_to_lora_layers(loaded, 2, parameters, use_dora=kind == "dora")
-    random = np.random.default_rng(seed)
-    weights = {
-        name: value if name.endswith(".m") else mx.array(random.standard_normal(value.shape).astype("f") / 4)
-        for name, value in tree_flatten(loaded.trainable_parameters())
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    mx.save_safetensors(str(folder / "adapters.safetensors"), weights)
-    config = {"fine_tune_type": kind, "num_layers": 2, "lora_parameters": parameters}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
 
 
 def theirs(model: Path, adapter: Path, tokens: list[int]) -> Any:

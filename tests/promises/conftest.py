@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 import perdure
+import subjects
 from perdure import Model, models
-from promises.kinds import KINDS, Kind
+from perdure.engine import registry
+from promises.kinds import KINDS, MLX, Kind, every
 
 
 @pytest.fixture(scope="session")
@@ -19,7 +21,10 @@ def open_model(zoo_path: Callable[[str], Path]) -> Callable[[str], Model]:
 
     def find(name: str) -> Model:
         if name not in known:
-            known[name] = Model(zoo_path(name))
+            path = zoo_path(name)
+            known[name] = (
+                registry.open_model(path, {}, cells=0) if name in subjects.MLX else Model(path)  # type: ignore[assignment]
+            )
         return known[name]
 
     return find
@@ -36,7 +41,7 @@ def real_model() -> Model:
     return perdure.Model(models.path())
 
 
-@pytest.fixture(params=KINDS, ids=str)
+@pytest.fixture(params=every((*KINDS, *MLX)))
 def kind(request: pytest.FixtureRequest) -> Kind:
     assert isinstance(request.param, Kind)
     return request.param

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from inside import core_of
-from perdure import Model
 from perdure.engine.contract import Batch, Outcome
+from perdure.engine.registry import open_model
 from promises.kinds import prompt
 
 
 def main(path: str, count: int, at: int) -> None:
-    model = Model(path)
+    model = open_model(path, {}, cells=0)
     settings: dict[str, Any] = {"n_ctx": count + 64, "n_batch": 512, "threads": 1}
     before, probe = prompt(40), prompt(5, salt=1)
     with model.context(**settings) as ctx:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
+import subjects
 from inside import core_of
 from perdure import Context, Model
 
@@ -43,6 +45,34 @@ KINDS = (
     Kind("llama", {"shared": True}),
     Kind("llama", {"k_type": "q8_0", "v_type": "q8_0"}),
 )
+
+MLX = tuple(
+    Kind(name, settings)
+    for name, settings in (
+        ("mlx-llama", {}),
+        ("mlx-llama", {"k_type": "q8_0", "v_type": "q8_0"}),
+        ("mlx-gemma3", {"swa_full": True}),
+        ("mlx-gemma3", {"swa_full": False}),
+        ("mlx-mamba", {}),
+        ("mlx-jamba", {}),
+        ("mlx-qwen3moe", {}),
+    )
+    if name in subjects.MLX
+)
+"""The same on the other engine."""
+
+
+def every(kinds: Iterable[Kind]) -> list[Any]:
+    """The parameters of a test over `kinds`: of those on MLX one is enough in every run."""
+    return [
+        pytest.param(kind, id=str(kind), marks=[pytest.mark.soak] if kind in MLX[1:] else [])
+        for kind in kinds
+    ]
+
+
+def long(kinds: Iterable[Kind]) -> list[Any]:
+    """The same for a test that takes hundreds of steps: each takes MLX milliseconds."""
+    return [pytest.param(kind, id=str(kind), marks=pytest.mark.soak) for kind in kinds]
 
 
 def prompt(count: int, salt: int = 0) -> list[int]:

@@ -13,6 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 import perdure
+import subjects
 import zoo
 from decode.observed import (
     Clock,
@@ -48,7 +49,10 @@ SEEDED: dict[str, Any] = {"temperature": 0.8, "repeat_penalty": 1.3, "seed": 7, 
 HARD = "é 한국어 각 🙂 👩‍👩‍👧‍👦 🇳🇱 e\u0301 \u200b ffi naïve \r\n\t \ufffd end"
 
 every_kind = pytest.mark.parametrize("kind_", MEMORY_KINDS, ids=lambda kind: f"toy-{kind.name}")
-every_model = pytest.mark.parametrize("name", zoo.names())
+every_model = pytest.mark.parametrize(
+    "name",
+    subjects.every([*zoo.names(), *subjects.MLX]),
+)
 
 
 def words(count: int, salt: int = 0) -> list[int]:

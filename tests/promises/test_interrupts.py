@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+import subjects
 from perdure import Context, Feed, Model, models
 from promises import children
-from promises.kinds import FULL, WINDOW, Kind, Row, positions, prompt
+from promises.kinds import FULL, MLX, WINDOW, Kind, Row, positions, prompt
 
 ZooPath = Callable[[str], Path]
 
@@ -27,7 +28,16 @@ def _interrupt(path: Path, count: int, at: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "mamba", "jamba"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        "gemma3",
+        "mamba",
+        "jamba",
+        *(pytest.param(name, marks=pytest.mark.soak) for name in subjects.MLX),
+    ],
+)
 def test_b6_ctrl_c_stops_a_long_decode_and_leaves_what_was_there(name: str, zoo_path: ZooPath) -> None:
     found = _interrupt(zoo_path(name), 20_000, 3)
     # 40 steps lay ahead: the one in flight is the last, and it is asked to stop.
@@ -69,6 +79,10 @@ STRUCK = [
     *((FULL, call) for call in CALLS),
     *((kind, call) for kind in (WINDOW, Kind("mamba"), Kind("jamba")) for call in ("decode", "load", "fork")),
 ]
+STRUCK_MLX = [
+    *((kind, call) for kind in MLX[:1] for call in CALLS),
+    *((kind, call) for kind in MLX[3:6] for call in ("decode", "load", "fork", "step")),
+]
 
 
 def _strike(call: Callable[[], None], at: int) -> bool:
@@ -99,7 +113,11 @@ def _strike(call: Callable[[], None], at: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize(("kind", "name"), STRUCK, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [*STRUCK, *(pytest.param(*each, marks=pytest.mark.soak) for each in STRUCK_MLX)],
+    ids=str,
+)
 def test_b6_ctrl_c_at_every_line_of_a_call(kind: Kind, name: str, open_model: Callable[[str], Model]) -> None:
     model = open_model(kind.name)
     known: dict[tuple[int, ...], Row] = {}

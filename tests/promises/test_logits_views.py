@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import subjects
 from inside import core_of
 from perdure import (
     ClosedError,
@@ -36,6 +37,7 @@ from perdure import (
 from perdure.engine.contract import Batch, Outcome
 from perdure.engine.logits import Step
 from promises.kinds import FULL, Kind, prompt
+from zoo import folders
 
 ZooPath = Callable[[str], Path]
 
@@ -52,13 +54,27 @@ class World:
     lora: Path
 
 
+@pytest.fixture(params=["llama", *(name for name in subjects.MLX if name == "mlx-llama")])
+def llama(request: pytest.FixtureRequest, open_model: Callable[[str], Model]) -> Model:
+    """The toy llama on each engine: rows lie over a library's memory, or are a copy."""
+    return open_model(request.param)
+
+
 @pytest.fixture
-def world(llama: Model, zoo_path: ZooPath) -> Iterator[World]:
+def lora(llama: Model, zoo_path: ZooPath, tmp_path: Path) -> Path:
+    """An adapter for it."""
+    if isinstance(llama, Model):
+        return zoo_path("llama-lora")
+    return folders.write_adapter(zoo_path("mlx-llama"), tmp_path / "lora")
+
+
+@pytest.fixture
+def world(llama: Model, lora: Path) -> Iterator[World]:
     ctx = FULL.open(llama)
     ctx.decode(prompt(20), seq=1)
     state = ctx.save(1)
     ctx.decode(prompt(40))
-    made = World(llama, ctx, ctx.logits(), iter(ctx.logits()), state, zoo_path("llama-lora"))
+    made = World(llama, ctx, ctx.logits(), iter(ctx.logits()), state, lora)
     next(made.begun)
     del ctx
     yield made
@@ -111,7 +127,7 @@ CHANGES: dict[str, Callable[[World], object]] = {
     "clear one": lambda w: w.ctx.clear(0),
     "clear the other": lambda w: w.ctx.clear(1),
     "clear all": lambda w: w.ctx.clear(),
-    "adapt": lambda w: w.ctx.adapt({w.model.adapter(w.lora): 1.0}),
+    "adapt": lambda w: w.ctx.adapt({w.model.adapter(str(w.lora)): 1.0}),
     "overwrite a row": lambda w: w.ctx.overwrite(np.zeros(w.ctx.n_vocab, np.float32)),
     "rule out tokens": lambda w: w.ctx.rule_out(np.full(48, 1, np.uint8)),
     "failed decode": _fail,

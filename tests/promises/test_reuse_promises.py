@@ -29,7 +29,7 @@ from perdure.cache.tiers.tiered import Tiers
 from perdure.engine.llama.core import LlamaCore
 from perdure.memory import MEMORY_KINDS, FullAttention, Hybrid, MemorySpec, SlidingWindow
 from perdure.testing.toy import ToyCore, ToyModel
-from promises.kinds import FULL, KINDS, WINDOW, Kind, Row, positions, prompt
+from promises.kinds import FULL, KINDS, MLX, WINDOW, Kind, Row, every, positions, prompt
 from subjects import NARROW, check, compared
 
 TOYS = {kind.name: kind for kind in MEMORY_KINDS}
@@ -100,6 +100,15 @@ def noise_of(kind: Kind) -> float:
     """In a pool, and in a window that is not kept, other cells round otherwise."""
     elsewhere = kind.settings.get("shared") or not kind.settings.get("swa_full", True)
     return BOUND[kind.name] if elsewhere else 0.0
+
+
+@pytest.fixture(
+    params=every(KINDS) + [pytest.param(kind, id=str(kind), marks=pytest.mark.soak) for kind in MLX]
+)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    """Each way to open a model. Hundreds of narrow steps take MLX long, so that its own are soak tests."""
+    assert isinstance(request.param, Kind)
+    return request.param
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from inside import core_of
 from perdure import CannotRewindError, Checkpoint, Context, Feed, Model
 from perdure.memory import FullAttention, SlidingWindow
-from promises.kinds import KINDS, WINDOW, Kind, Row, positions, prompt, row_after
+from promises.kinds import KINDS, MLX, WINDOW, Kind, Row, every, long, positions, prompt, row_after
 
 # The engine rounds a window of 32 up to 256 cells: past that, what lies before the window is gone.
 LONG, SHORT = prompt(500), prompt(120)
@@ -21,7 +21,7 @@ CLOSE = 0.1
 """Rounding moves a logit of the toy by up to 0.05 where batch shapes differ; a lost window by more than 1."""
 
 SLIDING = [Kind("gemma3", {"swa_full": False}), Kind("gemma3", {"swa_full": True})]
-GOES_BACK_BADLY = [*SLIDING, Kind("mamba"), Kind("jamba")]
+GOES_BACK_BADLY = [*SLIDING, Kind("mamba"), Kind("jamba"), *MLX[2:6]]
 
 
 class Reuse:
@@ -147,7 +147,7 @@ PATTERNS: dict[str, Callable[[Reuse, list[int]], Answers]] = {
 # K1
 
 
-@pytest.mark.parametrize("kind", GOES_BACK_BADLY, ids=str)
+@pytest.mark.parametrize("kind", every(GOES_BACK_BADLY))
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_k1_reuse_answers_as_a_fresh_context_would(
     pattern: str, kind: Kind, open_model: Callable[[str], Model]
@@ -159,7 +159,7 @@ def test_k1_reuse_answers_as_a_fresh_context_would(
             assert np.abs(warm - cold).max() < CLOSE
 
 
-@pytest.mark.parametrize("kind", KINDS[:-2], ids=str)
+@pytest.mark.parametrize("kind", [*every(KINDS[:-2]), *long(MLX)])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_k1_reuse_is_exact_token_by_token(
     pattern: str, kind: Kind, open_model: Callable[[str], Model]
@@ -200,7 +200,7 @@ def test_k1_the_check_sees_a_window_that_is_gone(
     assert np.abs(warm - row_after(WINDOW, model, [tokens], **LENGTHS)).max() > 10 * CLOSE
 
 
-@pytest.mark.parametrize("kind", GOES_BACK_BADLY, ids=str)
+@pytest.mark.parametrize("kind", every(GOES_BACK_BADLY))
 def test_k1_a_cut_that_cannot_be_is_refused_and_what_it_says_is_true(
     kind: Kind, open_model: Callable[[str], Model]
 ) -> None:

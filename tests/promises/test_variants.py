@@ -15,15 +15,15 @@ from perdure.engine.llama.native.backends import BUILT_IN, variants
 TESTS = Path(__file__).parents[1]
 USED = "from perdure.engine.llama.native import library; print(library.loaded().variant)"
 
-# A toy engine computes in Python.
-REAL = "not toy"
+# A toy engine computes in Python, and MLX has no variants.
+REAL = "not toy and not mlx"
 PROMISES = [
     ("promises/test_decode_promises.py", REAL),
     ("promises/test_reuse_rules.py", REAL),
     ("engine/test_going_back.py", REAL),
     # A model of each kind of memory; those above run on every architecture.
     ("cache/test_state_machine.py", f"{REAL} and not qwen3"),
-    pytest.param("cache/test_state_machine.py", "qwen3", marks=pytest.mark.soak),
+    pytest.param("cache/test_state_machine.py", "qwen3 and not mlx", marks=pytest.mark.soak),
     pytest.param("promises/test_reuse_promises.py", REAL, marks=pytest.mark.soak),
     pytest.param("store/test_runtime_store.py", REAL, marks=pytest.mark.soak),
 ]

@@ -8,9 +8,12 @@ import json
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from perdure.checks import WaitInEventLoopError, check_may_wait, never_waiting
 from perdure.server.app import build
@@ -18,6 +21,8 @@ from perdure.server.core import body_route
 from perdure.server.core.app_state import AppState
 from perdure.server.core.body_route import LARGE
 from perdure.server.http_server import HELD, LoopWatch
+from perdure.server.protocols.chat import ChatRequest
+from perdure.server.protocols.messages.requests import MessagesRequest
 from perdure.testing.toy import ToyModel
 from server.live_server import PATIENCE, hello, live_server, opened
 
@@ -158,3 +163,64 @@ def test_other_threads_may_wait_while_one_may_not() -> None:
             check_may_wait("a disk was waited for")
     check_may_wait("a disk was waited for")
     assert refused == []
+
+
+PARTS = b",".join([b'{"type": "text", "text": "x"}'] * 20_000)
+LARGE_BODIES = {
+    "fields that nobody knows": (ChatRequest, b'{"messages": [], "unknown": [' + b"{}," * 60_000 + b"{}]}"),
+    "parts of a message": (ChatRequest, b'{"messages": [{"role": "user", "content": [' + PARTS + b"]}]}"),
+    "blocks of a system prompt": (
+        MessagesRequest,
+        b'{"max_tokens": 1, "messages": [], "system": [' + PARTS + b"]}",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LARGE_BODIES)
+def test_others_can_have_their_turns_while_a_large_body_is_read(kind: str) -> None:
+    """Class 2: compiled code kept the interpreter for half a second, and `/health` waited. It changes hands
+    wherever a line of Python is run."""
+    schema, body = LARGE_BODIES[kind]
+    lines = 0
+
+    def called(frame: Any, event: str, value: Any) -> None:
+        nonlocal lines
+        lines += event == "call"
+
+    sys.setprofile(called)
+    try:
+        fields = body_route.read_json(body)
+        read, lines = lines, 0
+        with suppress(ValidationError):
+            schema.model_validate(fields)
+    finally:
+        sys.setprofile(None)
+    assert read > 20_000
+    assert lines > 20_000 or kind == "fields that nobody knows"
+
+
+def test_large_bodies_are_read_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many clients send one, the event loop waits for one thread."""
+    reading, most = 0, 0
+    real = body_route.read_json
+
+    def noted(body: bytes | str) -> Any:
+        nonlocal reading, most
+        reading += 1
+        most = max(most, reading)
+        time.sleep(0)
+        found = real(body)
+        reading -= 1
+        return found
+
+    monkeypatch.setattr(body_route, "read_json", noted)
+    body = b'{"messages": [{"role": "user", "content": "Hi"}], "unknown": [' + b"{}," * 20_000 + b"{}]}"
+    headers = {"content-type": "application/json"}
+    with opened(ToyModel()) as runtime, live_server(runtime) as server, ThreadPoolExecutor(8) as pool:
+
+        def send(_: int) -> int:
+            with server.client() as client:
+                return client.post("/v1/chat/completions", content=body, headers=headers).status_code
+
+        assert set(pool.map(send, range(16))) == {200}
+    assert most == 1

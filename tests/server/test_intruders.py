@@ -285,6 +285,21 @@ def test_json_of_too_many_values_is_not_parsed_c3() -> None:
         assert client.post("/tokenize", json={"content": "," * 5000}).status_code == 200
 
 
+def test_json_of_too_many_lists_objects_and_fields_is_not_parsed_c3() -> None:
+    """C3: 131,072 empty objects took half a second in which nobody else was served."""
+    with opened(toy()) as rt, live_server(rt, members=1000) as server, server.client() as client:
+        fields = json.dumps({f"k{number}": 1 for number in range(1000)}).encode()
+        for body in (fields, b"[" + b"[]," * 1000 + b"[]]", b'{"a":[' + b'{"":""},' * 500):
+            for padding in (b"", b" " * 70_000):
+                content = body + padding
+                response = client.post(
+                    "/tokenize", content=content, headers={"content-type": "application/json"}
+                )
+                assert response.status_code == 413
+                assert "1000 lists, objects and fields" in response.json()["error"]["message"]
+        assert client.post("/tokenize", json={"content": ":[{" * 5000}).status_code == 200
+
+
 @pytest.mark.parametrize("wrong", [[-1], [[-1]], [[1], "a"], [None], [True]])
 def test_the_first_wrong_item_ends_the_checking_of_a_list_c3(wrong: list[Any]) -> None:
     """C3: 200,000 wrong token ids took 15 s and 1 GB to be told of."""

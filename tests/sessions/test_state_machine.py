@@ -35,7 +35,7 @@ def live(
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", subjects.every(NAMES))
 def test_whatever_happens_sessions_go_on_as_fresh_ones_would(
     name: str, zoo_path: Callable[[str], Path]
 ) -> None:

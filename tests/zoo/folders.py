@@ -38,7 +38,8 @@ _PLAIN: dict[str, Any] = {
 }
 
 FOLDERS: dict[str, dict[str, Any]] = {
-    "llama": {**_PLAIN, "model_type": "llama"},
+    # As many tokens as the zoo's files have; the others have some that no text is made of.
+    "llama": {**_PLAIN, "model_type": "llama", "vocab_size": 384},
     "gemma3": {
         **_PLAIN,
         "model_type": "gemma3_text",
@@ -130,6 +131,29 @@ def _write_weights(config: Mapping[str, Any], path: Path, seed: str) -> None:
         weights[name] = mx.array(numbers)
     mx.eval(weights)
     mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "mlx"})
+
+
+def write_adapter(model: Path, folder: Path, *, kind: str = "lora", seed: int = 1) -> Path:
+    """A random adapter, in the shapes that mlx-lm's own tuner makes for this model."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+    from mlx_lm.tuner.utils import linear_to_lora_layers
+    from mlx_lm.utils import load_model
+
+    loaded, _ = load_model(model)
+    loaded.freeze()
+    parameters = {"rank": 4, "scale": 2.0, "dropout": 0.0, "keys": ["self_attn.q_proj", "mlp.down_proj"]}
+    linear_to_lora_layers(loaded, 2, parameters, use_dora=kind == "dora")
+    random = np.random.default_rng(seed)
+    weights = {
+        name: value if name.endswith(".m") else mx.array(random.standard_normal(value.shape).astype("f") / 4)
+        for name, value in tree_flatten(loaded.trainable_parameters())
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    mx.save_safetensors(str(folder / "adapters.safetensors"), weights)
+    config = {"fine_tune_type": kind, "num_layers": 2, "lora_parameters": parameters}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
 
 
 def write_tokenizer(path: Path) -> None:

@@ -30,6 +30,7 @@ from perdure.cli.commands import (
     sessions,
 )
 from perdure.cli.commands.agents import launch, mcp, why
+from perdure.cli.commands.cluster import replicas
 from perdure.cli.commands.inspection import analyse, vectors
 from perdure.cli.commands.weights import compare, evaluate, merge, quantize, train
 from perdure.cli.options.shared import defaults
@@ -195,6 +196,7 @@ app.command(name="why", rich_help_panel=_Serve)(why.why)
 app.command(name="report", rich_help_panel=_Serve)(why.report)
 app.command(name="mcp", rich_help_panel=_Serve)(mcp.mcp)
 app.add_typer(keys.app, name="keys", rich_help_panel=_Serve)
+app.add_typer(replicas.app, name="cluster", rich_help_panel=_Serve)
 app.add_typer(sessions.app, name="sessions", rich_help_panel=_Kept)
 app.add_typer(cache.app, name="cache", rich_help_panel=_Kept)
 app.command(name="backup", rich_help_panel=_Kept)(backup.backup)

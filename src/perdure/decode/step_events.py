@@ -8,15 +8,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 from perdure import system
 from perdure.decode.request import Request
 from perdure.decode.sequence import SequenceGroup, TokenSequence
 from perdure.engine.context import Context
-from perdure.engine.row_kernels import measure
+from perdure.engine.row_kernels import Measures
 from perdure.errors import PerdureError
-from perdure.events.event import ChunkRead, Ended, Masked, MemoryPressure, Placed, Queued, TokenDrawn
+from perdure.events.event import ChunkRead, Ended, LateEvent, Masked, MemoryPressure, Placed, Queued
 from perdure.events.hub import EventHub, Subscription
 
 ALTERNATIVES = 5
@@ -44,6 +45,8 @@ class StepEvents:
         self.hub = hub
         self._context = context
         self._piece = piece
+        self._texts: dict[int, str] = {}
+        """Of the tokens that were told so far."""
         self._looked = 0.0
 
     def queued(self, group: SequenceGroup, request: Request) -> None:
@@ -80,35 +83,51 @@ class StepEvents:
 
     def drawn(self, drawings: Sequence[Drawing]) -> None:
         """Sequences have drawn from rows of the last step, which is still there to be read."""
+        hub = self.hub
+        places: list[tuple[int, int]] = []
+        tokens: list[int] = []
+        told: list[tuple[str, int, int]] = []
         for group, sequence, seq, row, before in drawings:
-            tokens = list(sequence.tokens[before:])
+            drawn = sequence.tokens[before:].tolist()
             if sequence.end is not None:
-                tokens.append(sequence.end)
-            for at, token in enumerate(tokens):
-                try:
-                    self._drawn(group, sequence, seq, row + at, before + at, token)
-                except PerdureError:
-                    # What cannot be told is not told; the reply goes on.
-                    break
+                drawn.append(sequence.end)
+            for at, allowed in enumerate(sequence.allowed[: len(drawn)]):
+                hub.emit(Masked, group.event_id, sequence.index, before + at, allowed, self._context.n_vocab)
             sequence.allowed.clear()
+            if not hub.wants("TokenDrawn", group.event_id):
+                continue
+            for at, token in enumerate(drawn):
+                places.append((row + at, seq))
+                tokens.append(token)
+                told.append((group.event_id, sequence.index, before + at))
+        if not told:
+            return
+        try:
+            found = self._context.read_rows(lambda rows: Measures(rows, tokens, ALTERNATIVES), places)
+        except PerdureError:
+            # What cannot be told is not told; the reply goes on.
+            return
+        texts = self._texts
+        for token in {*tokens, *found.ids}:
+            if token not in texts:
+                # Now, in this thread: who reads of it may do so when the model is closed.
+                texts[token] = self._piece(token, special=True).decode("utf-8", "replace")
+        now = time.time()
+        for at, (id_, index, position) in enumerate(told):
+            hub.hand_on(
+                LateEvent(
+                    "TokenDrawn", now, id_, partial(self._fields, found, at, index, position, tokens[at])
+                )
+            )
 
-    def _drawn(
-        self, group: SequenceGroup, sequence: TokenSequence, seq: int, row: int, position: int, token: int
-    ) -> None:
-        hub, id_, index = self.hub, group.event_id, sequence.index
-        if sequence.allowed:
-            hub.emit(Masked, id_, index, position, sequence.allowed.pop(0), self._context.n_vocab)
-        logprob, entropy, rank, ids, shares = self._context.read_row(
-            lambda values: measure(values, token, ALTERNATIVES), row, seq
-        )
-        best = tuple((each, self._text(each), share) for each, share in zip(ids, shares, strict=True))
-        text = self._text(token)
+    def _fields(self, found: Measures, at: int, index: int, position: int, token: int) -> tuple[Any, ...]:
+        """Those of a token that was drawn. Called by whoever reads of it, in any thread."""
+        logprob, entropy, rank, ids, shares = found[at]
+        texts = self._texts
+        best = tuple((each, texts[each], share) for each, share in zip(ids, shares, strict=True))
         # Rounding may leave a little more than 1.
         chance = min(1.0, math.exp(logprob))
-        hub.emit(TokenDrawn, id_, index, position, token, text, chance, entropy, -logprob, rank, best)
-
-    def _text(self, token: int) -> str:
-        return self._piece(token, special=True).decode("utf-8", "replace")
+        return index, position, token, texts[token], chance, entropy, -logprob, rank, best
 
     def ended(self, group: SequenceGroup) -> None:
         if not self.hub.watches(group.event_id):

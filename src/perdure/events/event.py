@@ -13,10 +13,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 PlainEvent: TypeAlias = tuple[Any, ...]
 """An event as it travels: the name of its kind, its time, its request, and its other fields in order."""
+
+
+class LateEvent(NamedTuple):
+    """An event whose other fields are put together when it is read: whoever tells of it does not wait."""
+
+    kind: str
+    time: float
+    request: str
+    fields: Callable[[], tuple[Any, ...]]
+
+    def made(self) -> PlainEvent:
+        return (self.kind, self.time, self.request, *self.fields())
 
 
 @dataclass(frozen=True, slots=True)

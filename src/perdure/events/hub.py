@@ -9,13 +9,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
 from perdure.checks import check_whole
 from perdure.errors import InvalidInputError
-from perdure.events.event import KINDS, Event, Observer, PlainEvent, event_of
+from perdure.events.event import KINDS, Event, LateEvent, Observer, PlainEvent, event_of
 
 log = logging.getLogger("perdure.events")
 
@@ -24,6 +23,8 @@ LIMIT = 10_000
 _LINGER = 0.05
 """Seconds for which events gather before a reader is woken again: each waking takes Python's lock from the
 thread that computes."""
+_BURST = 4
+"""Events after which a reader lets go of Python's lock: the thread that computes may wait for it."""
 _NAP = 0.2
 """Seconds: threads wait in short naps, since Python may miss a Ctrl-C that comes just as a wait begins."""
 
@@ -44,7 +45,7 @@ class Subscription:
         self._kinds = kinds
         self._limit = limit
         self._closed = closed
-        self._events: deque[PlainEvent] = deque()
+        self._events: deque[PlainEvent | LateEvent] = deque()
         self._asleep = False
         self._wake = threading.Event()
         self._over = False
@@ -55,7 +56,11 @@ class Subscription:
 
     # For whoever tells of events, in any thread.
 
-    def push(self, plain: PlainEvent) -> None:
+    def wants(self, kind: str) -> bool:
+        """Whether events of a kind are for it."""
+        return self._kinds is None or kind in self._kinds
+
+    def push(self, plain: PlainEvent | LateEvent) -> None:
         if self._kinds is not None and plain[0] not in self._kinds:
             return
         if self._over or len(self._events) >= self._limit:
@@ -75,12 +80,20 @@ class Subscription:
 
     def take(self) -> list[PlainEvent]:
         """All that is there, as tuples, without waiting."""
-        events, taken = self._events, []
-        # Another reader may be faster.
-        with suppress(IndexError):
-            for _ in range(len(events)):
-                taken.append(events.popleft())
-        return taken
+        return list(self._taken())
+
+    def _taken(self) -> Iterator[PlainEvent]:
+        """What is there now, one after the other."""
+        events = self._events
+        for at in range(len(events)):
+            try:
+                event = events.popleft()
+            except IndexError:
+                # Another reader was faster.
+                return
+            yield event.made() if isinstance(event, LateEvent) else event
+            if at % _BURST == _BURST - 1:
+                time.sleep(0)
 
     def poll(self) -> list[Event]:
         """All events that are there, without waiting."""
@@ -114,11 +127,13 @@ class Subscription:
     def __iter__(self) -> Iterator[Event]:
         while True:
             self.wait()
-            events = self.poll()
-            yield from events
+            count = 0
+            for plain in self._taken():
+                yield event_of(plain)
+                count += 1
             if self._over and not self._events:
                 return
-            if len(events) < self._limit // 2:
+            if count < self._limit // 2:
                 time.sleep(_LINGER)
 
     def close(self) -> None:
@@ -237,11 +252,19 @@ class EventHub:
         """Whether somebody wants the events of a request."""
         return bool(self._all) or request in self._by_request
 
+    def wants(self, kind: str, request: str) -> bool:
+        """Whether somebody wants events of a kind about a request."""
+        for subscription in self._all:
+            if subscription.wants(kind):
+                return True
+        own = self._by_request.get(request)
+        return own is not None and own.wants(kind)
+
     def emit(self, kind: type[Event], request: str, *fields: Any) -> None:
         """Tell of an event that happens now; `fields` are those of its kind, in their order."""
         self.hand_on((kind.__name__, time.time(), request, *fields))
 
-    def hand_on(self, plain: PlainEvent) -> None:
+    def hand_on(self, plain: PlainEvent | LateEvent) -> None:
         """Tell of an event that happened here or in the engine's process."""
         for subscription in self._all:
             subscription.push(plain)

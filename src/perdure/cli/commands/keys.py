@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from perdure.cli.options.shared import Json
+from perdure.cli.options.shared import Json, StoreFolder
 from perdure.cli.output.facts import print_json
 
 if TYPE_CHECKING:
-    from perdure.server.core.keys import Key
+    from perdure.server.core.keys import Key, KeyUsage
 
 app = typer.Typer(help="Keys of a server: who may use it, until when, and how much.", no_args_is_help=True)
 
@@ -61,12 +61,15 @@ def add(
         typer.Option("--stored-bytes", min=1, metavar="N", help="Most bytes of stored turns."),
     ] = None,
     file: File = None,
+    store: StoreFolder = None,
 ) -> None:
-    """Make a key, print it once, and put its hash into the file."""
+    """Make a key, print it once, and put its hash into the file.
+
+    With `--store postgresql://…` it is kept in the database: for all replicas, at once.
+    """
     from perdure.cli.output import terminal
     from perdure.server.core.keys import new_key
 
-    path = _path(file)
     secret, key = new_key(
         namespace,
         expires=_day(expires),
@@ -75,6 +78,18 @@ def add(
         sessions=sessions,
         stored_bytes=stored_bytes,
     )
+    if (folder := _database(file, store)) is not None:
+        from perdure.sessions.store.registry import open_accounts
+
+        with open_accounts(folder) as accounts:
+            assert accounts is not None
+            accounts.add(key.digest, key.line)
+        typer.echo(secret)
+        terminal.note(
+            "this is shown once; its hash is in the database, and all replicas ask for it from now on"
+        )
+        return
+    path = _path(file)
     lines = _lines(path)
     _write(path, [*lines, key.line])
     typer.echo(secret)
@@ -85,12 +100,11 @@ def add(
 
 
 @app.command(name="ls")
-def list_(file: File = None, as_json: Json = False) -> None:
+def list_(file: File = None, store: StoreFolder = None, as_json: Json = False) -> None:
     """List the keys by id, with namespace and limits. The keys themselves are not stored."""
     from perdure.cli.output import terminal
 
-    path = _path(file)
-    keys = _keys(path)
+    keys, where, option = _found(file, store)
     if as_json:
         print_json([_plain(key) for key in keys])
         return
@@ -106,7 +120,7 @@ def list_(file: File = None, as_json: Json = False) -> None:
             limits.append(f"{key.stored_bytes} bytes stored")
         terminal.write_line(f"{key.id}  {key.namespace:<20}  {', '.join(limits)}".rstrip(), indent=36)
     if not keys:
-        terminal.write_line(f"no keys in {path}; `perdure keys add NAMESPACE --keys {path}` makes one")
+        terminal.write_line(f"no keys in {where}; `perdure keys add NAMESPACE {option}` makes one")
 
 
 @app.command()
@@ -116,34 +130,47 @@ def rm(
         typer.Argument(metavar="NAME|ID", help="Whose key it is, or the id that `perdure keys ls` shows."),
     ],
     file: File = None,
+    store: StoreFolder = None,
 ) -> None:
-    """Remove a key from the file. A server that runs takes it until it reads its keys again (kill -HUP)."""
+    """Remove a key from the file. A server that runs takes it until it reads its keys again (kill -HUP).
+
+    With `--store postgresql://…` it is withdrawn from all replicas, within seconds.
+    """
     from perdure.errors import InvalidInputError
 
-    path = _path(file)
-    keys = _keys(path)
+    keys, where, option = _found(file, store)
     found = [each for each in keys if each.namespace == key]
     if not found:
         found = [each for each in keys if len(key) >= 4 and each.digest.startswith(key.lower())]
     if len(found) != 1:
         ids = ", ".join(each.id for each in found)
-        wrong = f"{key!r} has {len(found)} keys in {path}: {ids}" if found else f"no key in {path} is {key!r}"
-        raise InvalidInputError(f"{wrong}; give an id that `perdure keys ls --keys {path}` shows")
+        wrong = (
+            f"{key!r} has {len(found)} keys in {where}: {ids}" if found else f"no key in {where} is {key!r}"
+        )
+        raise InvalidInputError(f"{wrong}; give an id that `perdure keys ls {option}` shows")
+    if (folder := _database(file, store)) is not None:
+        from perdure.sessions.store.registry import open_accounts
+
+        with open_accounts(folder) as accounts:
+            assert accounts is not None
+            accounts.withdraw(found[0].digest)
+        typer.echo(f"{found[0].id} of {found[0].namespace} is out of {where}")
+        return
+    path = _path(file)
     _write(path, [line for line in _lines(path) if found[0].digest not in line.lower()])
     typer.echo(f"{found[0].id} of {found[0].namespace} is out of {path}")
 
 
 @app.command()
-def usage(file: File = None, as_json: Json = False) -> None:
+def usage(file: File = None, store: StoreFolder = None, as_json: Json = False) -> None:
     """Show what each key has used, by day of UTC.
 
     A server writes it beside its keys some seconds after each reply; it is kept for 31 days.
     """
     from perdure.cli.output.terminal import write_columns
-    from perdure.server.core.keys import KeyUsage, usage_file
 
-    path = _path(file)
-    used = KeyUsage(usage_file(path))
+    keys, where, _ = _found(file, store)
+    used = _usage(file, store)
     rows: list[dict[str, Any]] = [
         {
             "day": day,
@@ -155,7 +182,7 @@ def usage(file: File = None, as_json: Json = False) -> None:
             "completion_tokens": each.completion_tokens,
             "tokens_per_day": key.tokens_per_day,
         }
-        for key in _keys(path)
+        for key in keys
         for day, each in used.days(key).items()
     ]
     rows.sort(key=lambda row: (row["day"], row["namespace"]), reverse=True)
@@ -163,7 +190,7 @@ def usage(file: File = None, as_json: Json = False) -> None:
         print_json(rows)
         return
     if not rows:
-        typer.echo(f"no key of {path} was used yet")
+        typer.echo(f"no key of {where} was used yet")
         return
     shown = [("day", "name", "requests", "prompt", "cached", "written", "left of the day")]
     for row in rows:
@@ -174,6 +201,44 @@ def usage(file: File = None, as_json: Json = False) -> None:
         first = (row["day"], row["namespace"], str(row["requests"]))
         shown.append((*first, str(prompt), share, str(written), left))
     write_columns(shown, right=frozenset({2, 3, 4, 5, 6}))
+
+
+def _database(file: Path | None, store: Path | None) -> Path | None:
+    """The folder that stands for the database whose keys are meant; None where a file is."""
+    from perdure.cli.runtime import usual_store
+    from perdure.sessions.store.postgres.place import place_in
+
+    folder = store or usual_store()
+    return folder if file is None and place_in(folder) is not None else None
+
+
+def _found(file: Path | None, store: Path | None) -> tuple[list[Key], str, str]:
+    """The keys, what they are in, and the option that says so."""
+    from perdure.server.core.shared_keys import read_keys
+    from perdure.sessions.store.postgres.place import place_in
+    from perdure.sessions.store.registry import open_accounts
+
+    folder = _database(file, store)
+    with open_accounts(folder) as accounts:
+        if accounts is None:
+            path = _path(file)
+            return _keys(path), str(path), f"--keys {path}"
+        place = place_in(folder) if folder is not None else None
+        shown = "" if place is None else place.shown.partition("?")[0]
+        return read_keys(accounts).keys, shown, f"--store {shown}"
+
+
+def _usage(file: Path | None, store: Path | None) -> KeyUsage:
+    from perdure.server.core.keys import KeyUsage, usage_file
+    from perdure.server.core.shared_keys import SharedUsage
+    from perdure.sessions.store.registry import open_accounts
+
+    with open_accounts(_database(file, store)) as accounts:
+        if accounts is None:
+            return KeyUsage(usage_file(_path(file)))
+        used = SharedUsage(accounts)
+        used.exchange()
+        return used
 
 
 def _path(file: Path | None) -> Path:

@@ -234,7 +234,8 @@ def serve(
         raise typer.Exit(1) from None
     try:
         known = Keys.read(keys) if keys is not None else Keys()
-        check_address(host, len(known))
+        folder = None if no_store else store or usual_store()
+        check_address(host, len(known) or keys_in(folder))
         settings_now = live_settings(live, sampling, host=host, keys=known)
         if open_page and not page:
             raise InvalidInputError("--open needs the page; remove --no-page")
@@ -259,7 +260,6 @@ def serve(
     except InvalidInputError as error:
         note(str(error))
         raise typer.Exit(2) from None
-    folder = None if no_store else store or usual_store()
     if selection is not None:
         specs = []
         for spec in selection.models:
@@ -352,6 +352,15 @@ def serve(
             known.usage.save()
             if unix_socket is not None:
                 unix_socket.unlink(missing_ok=True)
+
+
+def keys_in(folder: Path | None) -> int:
+    """How many keys the replicas of a database share."""
+    from perdure.server.core.shared_keys import read_keys
+    from perdure.sessions.store.registry import open_accounts
+
+    with open_accounts(folder) as accounts:
+        return 0 if accounts is None else len(read_keys(accounts).keys)
 
 
 def _check_several(*, isolated: bool, name: str | None, adapters: bool) -> None:

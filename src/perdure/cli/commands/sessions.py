@@ -114,12 +114,12 @@ def ls(
         return
     for level, row in as_tree(rows):
         whose = f"  {words.quoted(row.namespace)}" if everyone else ""
-        facts = [words.quoted(row.model)] if row.model else []
-        facts += [origin_line(row.origin)] if row.origin else []
-        about = f"  ({', '.join(filter(None, facts))})" if any(facts) else ""
+        model = f"  {words.quoted(row.model)}" if row.model else ""
+        told = origin_line(row.origin)
+        origin = f"  ({told})" if told else ""
         turns, tokens = words.count(row.depth, "turn"), words.count(row.tokens, "token") if row.tokens else ""
-        line = f"{turns:>10} {tokens:>14}  {words.moment(row.updated)}{whose}  {'  ' * level}"
-        terminal.write(f"{line}{words.quoted(row.name)}{about}\n")
+        line = f"{turns:>10} {tokens:>14}  {words.moment(row.updated)}{whose}{model}  {'  ' * level}"
+        terminal.write(f"{line}{words.quoted(row.name)}{origin}\n")
     if not rows:
         terminal.tell("There are no sessions yet.")
     if others:

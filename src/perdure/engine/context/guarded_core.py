@@ -102,6 +102,8 @@ class GuardedCore:
         self._stopping = False
         self._halted = False
         self._stoppable = True
+        self._unclear = False
+        """Whether a native step has begun of which nobody knows that it ended well."""
         self._closing = False
         self._busy = False
         self._closed = False
@@ -187,7 +189,7 @@ class GuardedCore:
         if self._closing:
             raise ClosedError("this context is closed")
         if self._undo.marks:
-            self._undo.carry_out()
+            self._take_back()
 
     @contextmanager
     def _turn(self, *seqs: int) -> Iterator[None]:
@@ -286,6 +288,8 @@ class GuardedCore:
         self._stoppable = alone or self.memory.cuts
         if self._stopping or self._closing:
             raise Failure(Outcome.ABORTED)
+        # A Ctrl-C can hide how the step ended.
+        self._unclear = True
         if self._batch.size <= _DIRECT:
             outcome = self._core.decode(self._batch)
         else:
@@ -295,19 +299,29 @@ class GuardedCore:
             raise self._failure(outcome)
         if list(map(self._core.newest, seqs)) != list(ends):
             raise self._failure(Outcome.FAILED)
+        self._unclear = False
 
     def _failure(self, outcome: Outcome) -> Failure:
-        """The failure of a native step, which leaves nothing to be believed that it may have spoiled."""
-        if outcome in (Outcome.ABORTED, Outcome.FAILED):
-            self._undo.doubt(others=not self._stoppable)
+        """The failure of a native step; where it can have spoiled something, that stays unclear."""
+        if outcome not in (Outcome.ABORTED, Outcome.FAILED):
+            self._unclear = False
         return Failure(outcome)
 
     def _fail(self, error: BaseException) -> None:
         """Undo what is unfinished; a failure of the engine is raised with what was kept."""
         before = self._undo.lengths()
-        kept = self._undo.carry_out()
+        kept = self._take_back()
         if isinstance(error, Failure):
             raise self._explain(error.outcome, before, kept) from None
+
+    def _take_back(self) -> dict[int, int]:
+        """Undo what is unfinished: the tokens that each sequence has kept. What a step can have spoiled is
+        not believed."""
+        if self._unclear:
+            self._undo.doubt(others=not self._stoppable)
+        kept = self._undo.carry_out()
+        self._unclear = False
+        return kept
 
     def _halt(self) -> None:
         """Stop the native step in flight, where that harms no sequence but its own."""

@@ -24,7 +24,7 @@ from perdure.engine.parallel import assist
 from perdure.errors import EngineError, SamplingError
 
 _FILE = Path(__file__).with_name("librow_kernels.so")
-_VERSION = 2
+_VERSION = 3
 _SHARED = 1 << 20
 """Bytes of rows from which on several threads look through them."""
 _NO_NUMBER, _NOTHING_TO_DRAW = 1, 2
@@ -108,36 +108,75 @@ class Measure(NamedTuple):
     """Theirs."""
 
 
+class Measures:
+    """What is told of the tokens that were drawn from the rows of one table, put into words when it is asked
+    for: the rows themselves are looked at once, in one native call."""
+
+    def __init__(self, rows: Floats, tokens: Sequence[int], k: int) -> None:
+        """The `k` likeliest are told beside each. Where there is much to do, threads that are idle help."""
+        table, count, stride, size = _place_of(rows)
+        k = min(k, size)
+        if k < 1 or len(tokens) != count or not all(0 <= token < size for token in tokens):
+            raise ValueError(f"{k} of {len(tokens)} tokens up to {max(tokens, default=0)}, rows {rows.shape}")
+        self._count, self._k = count, k
+        # The job, then tokens, ids, ranks and sums of all rows, of 8 bytes each, then the values.
+        self._tokens_at = _FIELDS
+        self._ids_at = self._tokens_at + count
+        self._ranks_at = self._ids_at + k * count
+        self._sums_at = self._ranks_at + count
+        self._values_at = self._sums_at + 3 * count
+        self._memory = memory = _memory_of(self._values_at + (k * count + 1) // 2)()
+        job = ctypes.addressof(memory)
+        places = (self._ids_at, self._values_at, self._sums_at, self._ranks_at)
+        head = (table, count, stride, size, k, job + 8 * self._tokens_at, *(job + 8 * at for at in places))
+        memory[: _FIELDS + count] = [*head, 0, 0, 0, *tokens]
+        self._logits = (ctypes.c_float * (k * count)).from_buffer(memory, 8 * self._values_at)
+        self._sums = (ctypes.c_double * (3 * count)).from_buffer(memory, 8 * self._sums_at)
+        room = k + size // _BLOCK + 1
+
+        def work() -> None:
+            own = _memory_of(room)()
+            # A thread that comes late finds no row left, and touches nothing but the job, which it holds.
+            _measure(ctypes.addressof(memory), ctypes.addressof(own))
+
+        try:
+            if 4 * count * size >= _SHARED:
+                assist(work, count - 1)
+        finally:
+            work()
+            while not _measured(job):
+                time.sleep(0)
+        self._own = [float(row[token]) for row, token in zip(rows, tokens, strict=True)]
+        if outcome := memory[_FIELDS - 1]:
+            _raise(outcome)
+
+    @property
+    def ids(self) -> list[int]:
+        """The likeliest tokens of all rows."""
+        return self._memory[self._ids_at : self._ranks_at]
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, at: int) -> Measure:
+        k = self._k
+        if not 0 <= at < self._count:
+            raise IndexError(at)
+        total, moment, reference = self._sums[3 * at : 3 * at + 3]
+        norm = math.log(total)
+        ids = self._memory[self._ids_at + k * at : self._ids_at + k * at + k]
+        return Measure(
+            self._own[at] - reference - norm,
+            max(0.0, norm - moment / total),
+            self._memory[self._ranks_at + at],
+            ids,
+            [math.exp(value - reference - norm) for value in self._logits[k * at : k * at + k]],
+        )
+
+
 def measure(row: Floats, token: int, k: int) -> Measure:
     """What is to be told of `token`, which was drawn from `row`, with the `k` likeliest tokens beside it."""
-    if row.ndim != 1 or row.dtype != np.float32 or row.strides != (4,):
-        raise ValueError(f"a row of shape {row.shape}, type {row.dtype} and strides {row.strides}")
-    table, size = _address(row), len(row)
-    k = min(k, size)
-    if k < 1 or not 0 <= token < size:
-        raise ValueError(f"{k} and token {token} of a row of {size}")
-    # Who measures at the same time makes another one.
-    room = _rooms.pop((k, size), None) or _measuring(k, size)
-    memory, floats, sums, places = room
-    _raise(_measure(table, size, token, k, *places))
-    values, total, moment = floats[:], *sums
-    ids, rank, peak, norm = memory[:k], memory[2 * k + 2], values[0], math.log(total)
-    _rooms[k, size] = room
-    return Measure(
-        float(row[token]) - peak - norm,
-        max(0.0, norm - moment / total),
-        rank,
-        ids,
-        [math.exp(value - peak - norm) for value in values],
-    )
-
-
-def _measuring(k: int, size: int) -> _Room:
-    """Memory for a measure: ids, values, two sums, the rank, and room to work in."""
-    memory = _memory_of(2 * k + 3 + k + size // _BLOCK + 1)()
-    at = ctypes.addressof(memory)
-    floats, sums = (ctypes.c_float * k).from_address(at + 8 * k), _doubles.from_address(at + 16 * k)
-    return memory, floats, sums, (at, at + 8 * k, at + 16 * k, at + 16 * k + 16, at + 16 * k + 24)
+    return Measures(row[None], [token], k)[0]
 
 
 class _Job:
@@ -183,10 +222,6 @@ class _Job:
         return memory[drawn_at : drawn_at + count]
 
 
-_Room: TypeAlias = tuple[
-    ctypes.Array[ctypes.c_int64], ctypes.Array[ctypes.c_float], ctypes.Array[ctypes.c_double], tuple[int, ...]
-]
-"""Memory for a measure, views of it, and where its parts lie."""
 _Place: TypeAlias = tuple[int, int, int, int]
 """Of a table of rows: its address, how many there are, from one to the next, and the size of each."""
 _Where: TypeAlias = tuple[int, int, int, int, int, tuple[int, int]]
@@ -253,14 +288,12 @@ _last: tuple[weakref.ref[Floats], _Place] = weakref.ref(np.empty((1, 1), np.floa
 """The table that was looked at last. One object, so that threads never see the half of it."""
 _jobs: dict[_Where, _Job] = {}
 """The job of the last draw, while nobody draws with it."""
-_rooms: dict[tuple[int, int], _Room] = {}
-"""Memory of the last measures, while nobody measures with it: as many as there are sizes of rows."""
 _library = _load()
 _BLOCK = int(_library.perdure_row_kernels_block())
 """Values of a row of which the largest is kept in passing."""
-_doubles = ctypes.c_double * 2
 _memory, _count = ctypes.c_void_p, ctypes.c_int64
 _top_k = _function("perdure_top_k", _memory, *[_count] * 4, *[_memory] * 3)
 _draw = _function("perdure_draw", _memory, _memory)
 _drawn = _function("perdure_drawn", _memory)
-_measure = _function("perdure_measure", _memory, *[_count] * 3, *[_memory] * 5)
+_measure = _function("perdure_measure", _memory, _memory)
+_measured = _function("perdure_measured", _memory)

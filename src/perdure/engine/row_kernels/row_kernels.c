@@ -9,7 +9,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define VERSION 2
+#define VERSION 3
 #define BLOCK 128
 /* Blocks that are fetched ahead: what a device has just written is in no cache. */
 #define AHEAD 8
@@ -115,18 +115,9 @@ static inline float largest_of_block(const float *from) {
 #endif
 }
 
-/* Fills `heap` with the `k` largest of a row, largest first. False: something there is no number. */
-static int top_of_row(const float *row, int64_t size, int64_t k, float *maxima, entry *heap) {
-    int64_t whole = size / BLOCK, blocks = (size + BLOCK - 1) / BLOCK, filled = 0;
-    int strange = 0;
-    for (int64_t block = 0; block < blocks; block++) {
-        const float *from = row + block * BLOCK;
-        if (block + AHEAD < whole)
-            for (int at = 0; at < BLOCK; at += 16) __builtin_prefetch(from + AHEAD * BLOCK + at);
-        maxima[block] = block < whole ? largest_of_block(from) : largest_of(from, size - whole * BLOCK);
-        strange |= maxima[block] != maxima[block];
-    }
-    if (strange) return 0;
+/* Fills `heap` with the `k` largest of a row, largest first, given the maxima of its blocks. */
+static void top_of_blocks(const float *row, int64_t size, int64_t k, const float *maxima, entry *heap) {
+    int64_t blocks = (size + BLOCK - 1) / BLOCK, filled = 0;
     float bound = -__builtin_inff();
     if (blocks > k) {
         for (int64_t block = 0; block < blocks; block++)
@@ -141,6 +132,21 @@ static int top_of_row(const float *row, int64_t size, int64_t k, float *maxima, 
             if (row[at] >= bound) filled = add(heap, filled, k, (entry){row[at], (int32_t)at});
     }
     sort(heap, k);
+}
+
+/* The same without them. False: something there is no number. */
+static int top_of_row(const float *row, int64_t size, int64_t k, float *maxima, entry *heap) {
+    int64_t whole = size / BLOCK, blocks = (size + BLOCK - 1) / BLOCK;
+    int strange = 0;
+    for (int64_t block = 0; block < blocks; block++) {
+        const float *from = row + block * BLOCK;
+        if (block + AHEAD < whole)
+            for (int at = 0; at < BLOCK; at += 16) __builtin_prefetch(from + AHEAD * BLOCK + at);
+        maxima[block] = block < whole ? largest_of_block(from) : largest_of(from, size - whole * BLOCK);
+        strange |= maxima[block] != maxima[block];
+    }
+    if (strange) return 0;
+    top_of_blocks(row, size, k, maxima, heap);
     return 1;
 }
 
@@ -264,57 +270,73 @@ int64_t perdure_top_k(const float *rows, int64_t count, int64_t stride, int64_t 
 typedef float floats __attribute__((vector_size(64)));
 typedef int32_t integers __attribute__((vector_size(64)));
 #define LANES 16
-#define CHUNK 2048
 #define ALL(x) ((floats){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x})
+/* Where `mask` is set the first, else the other. */
+#define WHERE(mask, a, b) ((floats)(((integers)(a) & (mask)) | ((integers)(b) & ~(mask))))
+/* How far a value may lie from the reference: an exponential of more is no float. */
+#define FAR 80.0f
 
-/* The sums over a row of e^d and of d * e^d, where d is how far a value lies below `peak`, and how many values
- * lie above `mine`. In single precision within a chunk; `size` is a multiple of the lanes. */
-static inline __attribute__((always_inline)) void sums_of(const float *row, int64_t size, float peak, float mine,
-                                                          double *sums, int64_t *above) {
-    for (int64_t start = 0; start < size; start += CHUNK) {
-        int64_t end = start + CHUNK < size ? start + CHUNK : size;
-        floats total = ALL(0.0f), moment = ALL(0.0f);
-        integers over = (integers)ALL(0.0f);
-        for (int64_t at = start; at < end; at += LANES) {
-            floats value, x, n, r, p;
-            __builtin_memcpy(&value, row + at, sizeof value);
-            over -= value > ALL(mine);
-            x = value - ALL(peak);
-            /* Further down is as good as nothing, and no power of two that a float has. */
-            integers low = x < ALL(-87.0f);
-            x = (floats)(((integers)x & ~low) | ((integers)ALL(-87.0f) & low));
-            integers whole = __builtin_convertvector(x * ALL(1.44269504f) - ALL(0.5f), integers);
-            n = __builtin_convertvector(whole, floats);
-            r = (x - n * ALL(0.693359375f)) + n * ALL(2.12194440e-4f);
-            p = ALL(8.3334519073e-3f) * r + ALL(4.1665795894e-2f);
-            p = p * r + ALL(1.6666665459e-1f);
-            p = p * r + ALL(5.0000001201e-1f);
-            p = (p * r * r + r + ALL(1.0f)) * (floats)((whole + 127) << 23);
-            total += p;
-            moment += p * x;
-        }
-        for (int lane = 0; lane < LANES; lane++)
-            sums[0] += total[lane], sums[1] += moment[lane], *above += over[lane];
+/* Added to a number and taken away again, this leaves a whole one, which is also in the last bits of the sum. */
+#define ROUND 12582912.0f
+
+/* One pass over `blocks` blocks of a row: the sums of 2^t and of t * 2^t, where t is how far a value lies above
+ * `reference` in powers of two, and the maxima of the blocks. In single precision within a block. What is no
+ * number, or lies too far above the reference, makes nonsense of the sums. */
+#define SUMS(name, MULTIPLY_ADD)                                                                              \
+    static void name(const float *row, int64_t blocks, float reference, double *sums, float *maxima) {        \
+        double first = 0.0, second = 0.0;                                                                     \
+        for (int64_t block = 0; block < blocks; block++) {                                                    \
+            const float *from = row + block * BLOCK;                                                          \
+            floats total = ALL(0.0f), moment = ALL(0.0f), largest;                                            \
+            __builtin_memcpy(&largest, from, sizeof largest);                                                 \
+            if (block + AHEAD < blocks)                                                                       \
+                for (int at = 0; at < BLOCK; at += 16) __builtin_prefetch(from + AHEAD * BLOCK + at);         \
+            for (int at = 0; at < BLOCK; at += LANES) {                                                       \
+                floats value, t, whole, rest, p;                                                              \
+                __builtin_memcpy(&value, from + at, sizeof value);                                            \
+                largest = WHERE(value > largest, value, largest);                                             \
+                t = (value - ALL(reference)) * ALL(1.44269504f);                                              \
+                /* Further down is as good as nothing, and no power of two that a float has. */               \
+                t = WHERE(t < ALL(-125.0f), ALL(-125.0f), t);                                                 \
+                whole = t + ALL(ROUND);                                                                       \
+                rest = t - (whole - ALL(ROUND));                                                              \
+                p = MULTIPLY_ADD(ALL(1.33908674e-3f), rest, ALL(9.66637369e-3f));                             \
+                p = MULTIPLY_ADD(p, rest, ALL(5.55035710e-2f));                                               \
+                p = MULTIPLY_ADD(p, rest, ALL(2.40223489e-1f));                                               \
+                p = MULTIPLY_ADD(p, rest, ALL(6.93147188e-1f));                                               \
+                p = MULTIPLY_ADD(p, rest, ALL(1.0f));                                                         \
+                p = (floats)((integers)p + ((integers)whole << 23));                                          \
+                total += p;                                                                                   \
+                moment = MULTIPLY_ADD(p, t, moment);                                                          \
+            }                                                                                                 \
+            float lanes[3][LANES];                                                                            \
+            __builtin_memcpy(lanes[0], &total, sizeof total);                                                 \
+            __builtin_memcpy(lanes[1], &moment, sizeof moment);                                               \
+            __builtin_memcpy(lanes[2], &largest, sizeof largest);                                             \
+            for (int half = LANES / 2; half; half /= 2)                                                       \
+                for (int lane = 0; lane < half; lane++) {                                                     \
+                    lanes[0][lane] += lanes[0][lane + half];                                                  \
+                    lanes[1][lane] += lanes[1][lane + half];                                                  \
+                    float other = lanes[2][lane + half];                                                      \
+                    lanes[2][lane] = other > lanes[2][lane] ? other : lanes[2][lane];                         \
+                }                                                                                             \
+            first += lanes[0][0], second += lanes[1][0], maxima[block] = lanes[2][0];                         \
+        }                                                                                                     \
+        sums[0] = first, sums[1] = second * 0.6931471805599453;                                               \
     }
-}
 
-typedef void sums_function(const float *, int64_t, float, float, double *, int64_t *);
+typedef void sums_function(const float *, int64_t, float, double *, float *);
 
-static void sums_anywhere(const float *row, int64_t size, float peak, float mine, double *sums, int64_t *above) {
-    sums_of(row, size, peak, mine, sums, above);
-}
+#define IN_TWO_STEPS(a, b, c) ((a) * (b) + (c))
+SUMS(sums_anywhere, IN_TWO_STEPS)
 
 #if defined(__x86_64__)
 #include <cpuid.h>
-__attribute__((target("avx512f,avx512dq"))) static void sums_avx512(const float *row, int64_t size, float peak,
-                                                                    float mine, double *sums, int64_t *above) {
-    sums_of(row, size, peak, mine, sums, above);
-}
+#include <immintrin.h>
 
-__attribute__((target("avx2"))) static void sums_avx2(const float *row, int64_t size, float peak, float mine,
-                                                      double *sums, int64_t *above) {
-    sums_of(row, size, peak, mine, sums, above);
-}
+#define IN_ONE_STEP(a, b, c) ((floats)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c)))
+__attribute__((target("avx512f,avx512dq"))) SUMS(sums_avx512, IN_ONE_STEP)
+__attribute__((target("avx2"))) SUMS(sums_avx2, IN_TWO_STEPS)
 
 /* What this processor and its system can do. */
 static sums_function *fastest_sums(void) {
@@ -330,27 +352,92 @@ static sums_function *fastest_sums(void) {
 static sums_function *fastest_sums(void) { return sums_anywhere; }
 #endif
 
-/* What is told of a token that was drawn from a row: the `k` largest and which they are, the sums of `sums_of`, and the token's rank, from 1. `room` is as for `perdure_top_k`. */
-int64_t perdure_measure(const float *row, int64_t size, int64_t token, int64_t k, int64_t *ids, float *values,
-                        double *sums, int64_t *rank, entry *room) {
-    if (!top_of_row(row, size, k, (float *)(room + k), room)) return NO_NUMBER;
-    for (int64_t at = 0; at < k; at++) ids[at] = room[at].id, values[at] = room[at].value;
-    float peak = room[0].value, mine = row[token];
-    if (!(peak < __builtin_inff()) || peak == -__builtin_inff()) return NO_NUMBER;
+/* What is told of the tokens that were drawn from `count` rows: of each the `k` largest and which they are, the
+ * sums of `SUMS` in natural units with their reference behind them, and the token's rank, from 1. `next` and `done` are those of a
+ * `job`. */
+typedef struct {
+    const float *rows;
+    int64_t count, stride, size, k;
+    const int64_t *tokens;
+    int64_t *ids;
+    float *values;
+    double *sums;
+    int64_t *ranks;
+    int64_t next, done, outcome;
+} measures;
+
+/* How many values of a row lie above `mine`. `best` are the k largest. */
+static int64_t count_above(const measures *job, const float *row, float mine, const float *maxima,
+                           const entry *best) {
+    int64_t above = 0;
+    while (above < job->k && best[above].value > mine) above++;
+    if (above < job->k) return above;
+    above = 0;
+    for (int64_t start = 0; start < job->size; start += BLOCK) {
+        if (!(maxima[start / BLOCK] > mine)) continue;
+        int64_t end = start + BLOCK < job->size ? start + BLOCK : job->size;
+        for (int64_t at = start; at < end; at++) above += row[at] > mine;
+    }
+    return above;
+}
+
+static int64_t measure_row(const measures *job, int64_t at, sums_function *sums_of, entry *room) {
+    const float *row = job->rows + at * job->stride;
+    int64_t size = job->size, k = job->k, whole = size / BLOCK;
+    float mine = row[job->tokens[at]], reference = mine, *maxima = (float *)(room + k);
+    double *sums = job->sums + 3 * at;
+    for (int again = 0;; again++) {
+        /* What was drawn is mostly near the largest, which is not known before this pass. */
+        if (reference - reference == 0.0f) {
+            float largest = -__builtin_inff();
+            sums_of(row, whole, reference, sums, maxima);
+            for (int64_t block = 0; block < whole; block++)
+                largest = maxima[block] > largest ? maxima[block] : largest;
+            if (whole * BLOCK < size) {
+                float last = maxima[whole] = largest_of(row + whole * BLOCK, size - whole * BLOCK);
+                if (last != last) return NO_NUMBER;
+                largest = last > largest ? last : largest;
+            }
+            if (largest - reference <= FAR) break;
+        }
+        if (again || !top_of_row(row, size, k, maxima, room)) return NO_NUMBER;
+        reference = room[0].value;
+    }
+    if (sums[0] != sums[0]) return NO_NUMBER;
+    top_of_blocks(row, size, k, maxima, room);
+    for (int64_t rest = whole * BLOCK; rest < size; rest++) {
+        double beyond = (double)row[rest] - reference;
+        double weight = beyond > 0.0 ? 1.0 / exponential(-beyond) : exponential(beyond);
+        sums[0] += weight;
+        if (weight > 0.0) sums[1] += weight * beyond;
+    }
+    sums[2] = reference;
+    for (int64_t best = 0; best < k; best++) {
+        job->ids[at * k + best] = room[best].id;
+        job->values[at * k + best] = room[best].value;
+    }
+    job->ranks[at] = count_above(job, row, mine, maxima, room) + 1;
+    return DONE;
+}
+
+/* Takes rows until none is left, as `perdure_draw` does. `room` is as for `perdure_top_k`. */
+void perdure_measure(measures *job, entry *room) {
     static sums_function *sums_here;
     sums_function *found = __atomic_load_n(&sums_here, __ATOMIC_RELAXED);
     if (!found) __atomic_store_n(&sums_here, found = fastest_sums(), __ATOMIC_RELAXED);
-    int64_t above = 0, whole = size / LANES * LANES;
-    sums[0] = sums[1] = 0.0;
-    found(row, whole, peak, mine, sums, &above);
-    for (int64_t at = whole; at < size; at++) {
-        double below = (double)row[at] - peak, weight = exponential(below);
-        sums[0] += weight;
-        if (weight > 0.0) sums[1] += weight * below;
-        above += row[at] > mine;
+    int64_t at;
+    while ((at = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED)) < job->count) {
+        int64_t outcome = measure_row(job, at, found, room);
+        if (outcome != DONE) __atomic_store_n(&job->outcome, outcome, __ATOMIC_RELAXED);
+        __atomic_fetch_add(&job->done, 1, __ATOMIC_RELEASE);
     }
-    *rank = above + 1;
-    return DONE;
+}
+
+/* Whether all rows of that are finished. */
+int64_t perdure_measured(const measures *job) {
+    for (int tries = 0; tries < 1 << 16; tries++)
+        if (__atomic_load_n(&job->done, __ATOMIC_ACQUIRE) == job->count) return 1;
+    return 0;
 }
 
 /* What the caller has to know. */

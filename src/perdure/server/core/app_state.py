@@ -37,7 +37,12 @@ from perdure.server.core.keys import KeyAccount, Keys
 from perdure.server.core.metrics import Metrics, RecentRequests
 from perdure.server.core.schemas import RequestSchema
 from perdure.server.core.settings import AllowedHosts, Limits, LiveSettings, ReplyDefaults
+<<<<<<< HEAD
 from perdure.server.core.visit import SESSION, VISIT, Sign, Visit
+=======
+from perdure.server.core.shared_keys import share
+from perdure.server.core.visit import VISIT, Sign, Visit
+>>>>>>> main
 from perdure.sessions.agent_conversation import AgentConversation
 
 log = logging.getLogger("perdure.server")
@@ -151,6 +156,8 @@ class AppState:
         # Where sessions are kept, so is what seals: signatures are known again after a restart.
         key = self.runtime.sessions.store.key or secrets.token_bytes(32)
         self.seal = Seal(key, limit=self.limits.body_bytes)
+        if (accounts := getattr(self.runtime.sessions.store, "accounts", None)) is not None:
+            share(self.keys, accounts, self.limit_namespaces)
         self.limit_namespaces()
         self.names: dict[str, dict[str, str]] = {}
         """Names that clients gave models, each with the model's own, by namespace."""

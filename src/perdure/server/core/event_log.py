@@ -61,6 +61,7 @@ class EventLog(Sink):
         self._news = asyncio.Event()
         """Set when there are more events, or the end; each is set once."""
         self._visit = visit
+        self._writer = writer
         self._account = caller.account
         self.withdrawn = False
         """Whether its key was withdrawn, or has expired, while it was made."""
@@ -84,7 +85,10 @@ class EventLog(Sink):
         while True:
             if at < self._first:
                 # It was read more slowly than it is made, by more than is kept of it.
-                raise gone()
+                if not sink.is_open:
+                    raise gone()
+                await sink.close(self._writer.error(gone()))
+                return
             ended, events = self.finished, list(islice(self._events, at - self._first, None))
             numbered = [self.number(event, number) for number, event in enumerate(events, at)]
             at += len(events)

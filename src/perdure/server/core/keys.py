@@ -18,6 +18,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import anyio.to_thread
+
 from perdure.atomic import atomic_write
 from perdure.checks import is_whole
 from perdure.errors import InvalidInputError
@@ -158,6 +160,9 @@ class KeyUsage:
             del days[old]
         return days.setdefault(day, DayUsage())
 
+    waits = False
+    """Whether `admit` may wait for another machine: it is then called in a thread."""
+
     def admit(self, key: Key, now: float, clock: float) -> OverLimit | None:
         """Count a request, or say why it has to wait. Days go by the time `now`, minutes by a `clock` that
         never jumps."""
@@ -169,16 +174,21 @@ class KeyUsage:
                 return OverLimit(
                     f"this key has used {used} tokens today, {key.tokens_per_day} are allowed", left
                 )
-            if key.requests_per_minute is None:
-                return None
+        left_of_minute = self._minute(key, clock) if key.requests_per_minute is not None else None
+        if left_of_minute is None:
+            return None
+        return OverLimit(
+            f"{key.requests_per_minute} requests a minute are allowed for this key", int(left_of_minute) + 1
+        )
+
+    def _minute(self, key: Key, clock: float) -> float | None:
+        """Count a request of a key with a limit; or the seconds until there may be one more."""
+        with self._changing:
             recent = self._requests.setdefault(key.digest, deque())
             while recent and recent[0] <= clock - _MINUTE:
                 recent.popleft()
-            if len(recent) >= key.requests_per_minute:
-                left = int(recent[0] + _MINUTE - clock) + 1
-                return OverLimit(
-                    f"{key.requests_per_minute} requests a minute are allowed for this key", left
-                )
+            if len(recent) >= (key.requests_per_minute or 0):
+                return recent[0] + _MINUTE - clock
             recent.append(clock)
             return None
 
@@ -212,10 +222,8 @@ class KeyAccount:
         live = self.keys.live(self.key.digest)
         return live is not None and not live.is_expired(time.time())
 
-    def admit(self) -> OverLimit | None:
-        return self.keys.usage.admit(
-            self.keys.live(self.key.digest) or self.key, time.time(), time.monotonic()
-        )
+    async def admit(self) -> OverLimit | None:
+        return await self.keys.admit(self.keys.live(self.key.digest) or self.key)
 
     def spend(self, prompt: int, completion: int = 0) -> None:
         self.keys.usage.spend(self.key, time.time(), prompt=prompt, completion=completion)
@@ -237,6 +245,22 @@ class Keys:
 
     def __iter__(self) -> Iterator[Key]:
         return iter(self._keys.values())
+
+    async def admit(self, key: Key) -> OverLimit | None:
+        """Count a request of a key, or say why it has to wait."""
+        now, clock = time.time(), time.monotonic()
+        if self.usage.waits and key.requests_per_minute is not None:
+            return await anyio.to_thread.run_sync(self.usage.admit, key, now, clock)
+        return self.usage.admit(key, now, clock)
+
+    def replace(self, keys: Iterable[Key], *, required: bool) -> None:
+        """Have other keys from now on. Once a key was needed, one is needed always."""
+        self._keys = {key.digest: key for key in keys}
+        self.required = self.required or required
+
+    @property
+    def has_file(self) -> bool:
+        return self._path is not None
 
     def reload(self) -> None:
         """Read the file again. What is wrong with it is raised, and the keys stay as they were."""
@@ -349,18 +373,21 @@ def _read(path: Path) -> list[Key]:
 def _lines(path: Path, text: str) -> list[Key]:
     keys = []
     for number, line in enumerate(text.splitlines(), 1):
-        entry = line.split("#")[0].strip()
-        if not entry:
-            continue
-        first, *more = entry.split()
-        namespace, separator, digest = first.rpartition(":")
-        if not separator:
-            raise InvalidInputError(f"{path}, line {number}: not `namespace:sha256`")
-        try:
-            keys.append(Key(namespace, digest.lower(), **_terms(more)))
-        except InvalidInputError as error:
-            raise InvalidInputError(f"{path}, line {number}: {error}") from None
+        if entry := line.split("#")[0].strip():
+            try:
+                keys.append(parse_line(entry))
+            except InvalidInputError as error:
+                raise InvalidInputError(f"{path}, line {number}: {error}") from None
     return keys
+
+
+def parse_line(entry: str) -> Key:
+    """A key as `Key.line` writes it."""
+    first, *more = entry.split()
+    namespace, separator, digest = first.rpartition(":")
+    if not separator:
+        raise InvalidInputError("not `namespace:sha256`")
+    return Key(namespace, digest.lower(), **_terms(more))
 
 
 def _terms(words: Iterable[str]) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
@@ -68,9 +68,9 @@ _SESSION_HEADERS = tuple(name.encode() for name in SESSION_HEADERS)
 _SESSION_ID = re.compile(rb"[A-Za-z0-9._:-]{1,100}")
 
 
-def _session_id(scope: Scope) -> bytes | None:
+def session_id(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
     """What a client calls its conversation, for routers: what has the same name goes to one server."""
-    known = {name: value for name, value in scope["headers"] if name in _SESSION_HEADERS}
+    known = {name: value for name, value in headers if name in _SESSION_HEADERS}
     found = next((known[name] for name in _SESSION_HEADERS if name in known), None)
     return found if found is not None and _SESSION_ID.fullmatch(found) else None
 
@@ -117,7 +117,7 @@ class AccessLog:
         started = time.perf_counter()
         request_id = _given_id(scope) or uuid.uuid4().hex
         scope["state"]["request_id"] = request_id
-        session = _session_id(scope)
+        session = session_id(scope["headers"])
         status = 0
 
         async def noted(message: Message) -> None:
@@ -283,7 +283,7 @@ class Auth:
         key = self._keys.find(secret)
         notes = scope["state"]["notes"]
         generates = scope["type"] == "websocket" or not (scope["method"] in _READING or path.endswith(_STOP))
-        if (refused := self._refused(path, secret, key, generates=generates)) is not None:
+        if (refused := await self._refused(path, secret, key, generates=generates)) is not None:
             if key is not None:
                 notes["namespace"] = key.namespace
             await refuse(refused, scope, receive, send)
@@ -294,7 +294,9 @@ class Auth:
             notes["namespace"] = key.namespace
         await self._app(scope, receive, send)
 
-    def _refused(self, path: str, secret: str | None, key: Key | None, *, generates: bool) -> ApiError | None:
+    async def _refused(
+        self, path: str, secret: str | None, key: Key | None, *, generates: bool
+    ) -> ApiError | None:
         if not self._keys.required:
             return None
         if key is None:
@@ -303,10 +305,9 @@ class Auth:
                 if secret
                 else "this server needs a key: send it as `Authorization: Bearer KEY`"
             )
-        now = time.time()
-        if key.is_expired(now):
+        if key.is_expired(time.time()):
             return unauthorised(f"this key expired on {key.expires}: ask for a new one")
-        if generates and (over := self._keys.usage.admit(key, now, time.monotonic())) is not None:
+        if generates and (over := await self._keys.admit(key)) is not None:
             return rate_limited(over.why, over.retry_after)
         is_operator = key.namespace == METRICS
         if (path in _OPERATOR_ONLY and not is_operator) or (is_operator and path not in OPERATOR):
@@ -419,26 +420,16 @@ class BodyLimits:
             more = message.get("more_body", False)
             if more or len(parts) > 1 or not self._is_surely_within(parts[0]):
                 scan.push(parts[-1])
-                self._check(scan)
+                scan.check(self._limits)
         return b"".join(parts)
 
     def _is_surely_within(self, body: bytes) -> bool:
         """Whether a short body has too few brackets and commas to break a limit, wherever they stand."""
         opened = body.count(b"{") + body.count(b"[")
-        values = opened + body.count(b",")
-        return len(body) <= _PIECE and opened <= self._limits.depth and values <= self._limits.values
-
-    def _check(self, scan: JsonScan) -> None:
-        if scan.depth > self._limits.depth:
-            raise ApiError(
-                400, f"the JSON is nested deeper than {self._limits.depth} levels", code="nested_too_deeply"
-            )
-        if scan.values > self._limits.values:
-            raise ApiError(
-                413,
-                f"the JSON has more than {self._limits.values} values, which is the limit",
-                code="too_many_values",
-            )
+        values, members = opened + body.count(b","), opened + body.count(b":")
+        limits = self._limits
+        few = opened <= limits.depth and values <= limits.values and members <= limits.members
+        return few and len(body) <= _PIECE
 
 
 def check_length(scope: Scope, limit: int) -> None:
@@ -489,10 +480,28 @@ class JsonScan:
         """The deepest level so far."""
         self.values = 0
         """Commas and opening brackets outside of texts: no fewer than there are values, less one."""
+        self.members = 0
+        """Colons and opening brackets outside of texts: as many as lists, objects and their fields."""
         self._level = 0
         self._in_text = False
         self._escaping = False
         """Whether the piece before ended in a backslash that is not itself escaped."""
+
+    def check(self, limits: Limits) -> None:
+        """Refuse what is deeper or has more than it may."""
+        if self.depth > limits.depth:
+            raise ApiError(
+                400, f"the JSON is nested deeper than {limits.depth} levels", code="nested_too_deeply"
+            )
+        if self.values > limits.values:
+            many = f"{limits.values} values"
+        elif self.members > limits.members:
+            many = f"{limits.members} lists, objects and fields"
+        else:
+            return
+        raise ApiError(
+            413, f"the JSON has more than {many}, which is the limit: send less", code="too_many_values"
+        )
 
     def push(self, data: bytes) -> None:
         for start in range(0, len(data), _PIECE):
@@ -505,7 +514,9 @@ class JsonScan:
         steps = _STEP[data] * outside
         levels = np.cumsum(steps) + self._level
         self.depth = max(self.depth, int(levels.max()))
-        self.values += int(np.count_nonzero(steps > 0) + np.count_nonzero(outside & (data == ord(","))))
+        opened = int(np.count_nonzero(steps > 0))
+        self.values += opened + int(np.count_nonzero(outside & (data == ord(","))))
+        self.members += opened + int(np.count_nonzero(outside & (data == ord(":"))))
         self._level, self._in_text = int(levels[-1]), bool(inside[-1] % 2)
 
     def _unescaped(self, data: NDArray[np.uint8], quotes: NDArray[np.bool_]) -> NDArray[np.bool_]:

@@ -55,6 +55,8 @@ class Limits:
     """How deeply JSON may be nested."""
     values: int = 1 << 18
     """Of one request's JSON: numbers, texts, lists and objects."""
+    members: int = 1 << 16
+    """The same, lists, objects and their fields alone: these take the longest to read."""
     requests: int = 512
     """In flight at once, waiting ones included."""
     uploads: int = 4

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from perdure.sessions.store.sqlite.repair import FOUND, Progress, Verification
 from perdure.sessions.store.sqlite.store import SqliteStore
 
 if TYPE_CHECKING:
+    from perdure.sessions.store.postgres.accounts import Accounts
     from perdure.sessions.store.postgres.store import PostgresStore
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "cluster_key",
     "has_sessions",
     "migrate",
+    "open_accounts",
     "open_store",
     "restore",
     "store_folder",
@@ -91,6 +93,17 @@ def cluster_key(folder: Path | None, blocks: Sequence[str]) -> bytes:
     with closing(_postgres(place, readonly=False)) as store:
         assert store.key is not None
         return store.key
+
+
+@contextmanager
+def open_accounts(folder: Path | None) -> Iterator[Accounts | None]:
+    """The keys of all replicas of the database that a folder stands for; None where it stands for none."""
+    place = place_in(folder) if folder is not None else None
+    if place is None:
+        yield None
+        return
+    with closing(_postgres(place, readonly=False)) as store:
+        yield store.accounts
 
 
 def has_sessions(folder: Path) -> bool:

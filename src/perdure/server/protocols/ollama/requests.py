@@ -123,7 +123,7 @@ class GenerateRequest(ReplyOptions):
     suffix: str | None = None
     system: str | None = None
     template: str | None = None
-    context: list[int] | None = None
+    context: Items[int] | None = None
     raw: bool | None = None
     images: list[Any] | None = None
 

@@ -31,8 +31,8 @@ class Run(EventLog):
     ) -> None:
         self._response = response
         self._app_state = app_state
-        self._writer = writer
         self._cancelled = False
+        self._response_writer = writer
         super().__init__(stream, writer, app_state, caller, visit)
 
     async def cancel(self) -> None:
@@ -45,9 +45,9 @@ class Run(EventLog):
         """A client that has a part of another reply, which was sent before this one was interrupted, gets an
         error."""
         if after > OPENING:
-            while self._writer.came_again is None and not self.finished:
+            while self._response_writer.came_again is None and not self.finished:
                 await self.wait_news()
-            if not self._writer.came_again:
+            if not self._response_writer.came_again:
                 await sink.close([failed_event(self._response.head, sent_differs(), number=after + 1)])
                 return
         await super().read(after, sink)
@@ -66,7 +66,7 @@ class Run(EventLog):
         elif self._cancelled:
             await self._app_state.call(self._response.end, "cancelled")
         elif self._app_state.stopping:
-            await self._app_state.call(self._response.note_sent, self._writer.sent)
+            await self._app_state.call(self._response.note_sent, self._response_writer.sent)
         else:
             await self._app_state.call(self._response.end, "failed", error_detail(error))
             await self.send(events)

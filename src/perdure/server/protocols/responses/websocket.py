@@ -17,6 +17,7 @@ from starlette.websockets import WebSocketDisconnect
 from perdure.errors import PerdureError
 from perdure.server.core.api_error import ApiError, rate_limited, to_api_error, unauthorised, validation
 from perdure.server.core.app_state import AppState, Caller
+from perdure.server.core.body_route import one_at_a_time, read_json
 from perdure.server.core.follow import Follower, Sink, deliver
 from perdure.server.core.middleware import JsonScan, too_large
 from perdure.server.core.protocol import Events
@@ -134,7 +135,7 @@ class Connection:
                 self._left.set()
                 await self._socket.close(_POLICY)
                 return
-            if account is not None and (over := account.admit()) is not None:
+            if account is not None and (over := await account.admit()) is not None:
                 raise rate_limited(over.why, over.retry_after)
             with self._app_state.in_flight.admit(self._app_state.limits.requests):
                 # In a thread: a long message takes long to read, and every client waits for the event loop.
@@ -145,14 +146,14 @@ class Connection:
         except (PerdureError, ApiError, UnicodeError) as error:
             await self._refuse(to_api_error(error))
 
+    @one_at_a_time
     def _parsed(self, text: str) -> tuple[ResponseRequest, bool]:
         limits = self._app_state.limits
         scan = JsonScan()
         scan.push(text.encode("utf-8", "surrogatepass"))
-        if scan.depth > limits.depth or scan.values > limits.values:
-            raise ApiError(400, "the JSON is too deep, or has too many values", code="nested_too_deeply")
+        scan.check(limits)
         try:
-            event = json.loads(text)
+            event = read_json(text)
         except ValueError as error:
             raise ApiError(400, f"the message is no JSON: {error}", code="invalid_json") from None
         if not isinstance(event, dict) or event.get("type") != "response.create":

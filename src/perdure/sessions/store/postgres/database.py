@@ -206,6 +206,10 @@ class PostgresDatabase:
         with self._typed():
             return self._connect()
 
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
     def close(self) -> None:
         if not self._closed:
             self._closed = True

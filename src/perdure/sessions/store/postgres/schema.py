@@ -138,6 +138,28 @@ MIGRATIONS = (
             key BYTEA NOT NULL)
         """,
     ),
+    Migration(
+        "keys of clients, and what they have used",
+        """
+        CREATE TABLE api_key (
+            digest TEXT COLLATE "C" PRIMARY KEY,
+            line TEXT COLLATE "C",
+            added TIMESTAMPTZ NOT NULL DEFAULT clock_timestamp()
+        );
+        CREATE TABLE api_key_minute (
+            digest TEXT COLLATE "C" PRIMARY KEY, times DOUBLE PRECISION[] NOT NULL
+        );
+        CREATE TABLE api_key_day (
+            digest TEXT COLLATE "C" NOT NULL,
+            day INTEGER NOT NULL,
+            requests BIGINT NOT NULL,
+            prompt_tokens BIGINT NOT NULL,
+            cached_tokens BIGINT NOT NULL,
+            completion_tokens BIGINT NOT NULL,
+            PRIMARY KEY (digest, day)
+        )
+        """,
+    ),
 )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from perdure.atomic import make_folder
 from perdure.errors import StoreError
 from perdure.sessions.info import SessionInfo
+from perdure.sessions.store.postgres.accounts import Accounts
 from perdure.sessions.store.postgres.database import PostgresDatabase
 from perdure.sessions.store.postgres.leases import Leases
 from perdure.sessions.store.postgres.place import PostgresPlace
@@ -34,6 +35,8 @@ class PostgresStore(SqlStore):
             super().__init__(self.database, DIALECT, Sequences(self.database), NeverDamaged())
             self.key: bytes | None = self._cluster_key()
             """What signs exports and shared state, the same for all replicas."""
+            self.accounts = Accounts(self.database)
+            """Keys of clients, and what they have used, over all replicas."""
             self._leases: Leases | None = None
             if not readonly:
                 self._leases = Leases(self.database, place.lease)

@@ -1,0 +1,227 @@
+"""Routing policy: which replica answers a request.
+
+A request goes where it costs the least until its first token, in seconds:
+
+    cost = time in the queue there + time until the state that is missing there is had
+
+So a session goes where its state is warm, a new conversation where the beginning of its prompt is, one that
+is known nowhere to the least loaded replica; and nobody waits in a queue that takes longer than moving the
+state to a replica that is free.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, TypeAlias
+
+from perdure.checks import is_number, is_whole
+
+Mark: TypeAlias = str
+"""The digest of a session's name, or of a prompt's beginning."""
+
+MOST_MARKS = 512
+"""Marks that a replica tells of, the latest ones: 20 kB a time."""
+_REMEMBERED = 100_000
+_RATE, _SECONDS = 200.0, 1.0
+"""What a replica is taken for that has not measured anything yet: tokens a second, seconds a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What is known of a request before it is answered."""
+
+    marks: tuple[tuple[Mark, int], ...] = ()
+    """Beginnings of its prompt, each with its tokens, the shortest first. That of a session has as many as
+    whoever has it says."""
+    tokens: int = 1
+    """Of its prompt, roughly: what came with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaFacts:
+    """What a replica tells of itself every second or so."""
+
+    marks: Mapping[Mark, int] = field(default_factory=dict)
+    """What is warm there, with its tokens."""
+    queue: int = 0
+    """Requests that it has: waiting and being served."""
+    slots: int = 1
+    seconds: float = _SECONDS
+    """A request takes, from its slot to its end."""
+    rate: float | None = None
+    """Tokens a second at which it gets state that it does not have: computed, or read where replicas share
+    it, whichever is faster there. None: not measured yet."""
+    full: float = 0.0
+    """Part of its memory for state that is in use, from 0 to 1."""
+    draining: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "marks": dict(self.marks),
+            "queue": self.queue,
+            "slots": self.slots,
+            "seconds": self.seconds,
+            "rate": self.rate,
+            "full": self.full,
+            "draining": self.draining,
+        }
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> ReplicaFacts:
+        """What a replica told; whatever makes no sense is left out, as a replica of another version may say
+        it in other words."""
+        marks = told.get("marks")
+        numbers = {
+            name: float(told[name])
+            for name in ("seconds", "rate", "full")
+            if is_number(told.get(name)) and told[name] > 0
+        }
+        wholes = {
+            name: int(told[name])
+            for name, least in (("queue", 0), ("slots", 1))
+            if is_whole(told.get(name)) and told[name] >= least
+        }
+        return cls(
+            marks=marks if isinstance(marks, dict) else {},
+            draining=told.get("draining") is True,
+            **numbers,  # type: ignore[arg-type]
+            **wholes,
+        )
+
+
+def warm_tokens(ask: Ask, facts: ReplicaFacts) -> int:
+    """How much of what is asked for is warm there."""
+    return max((facts.marks.get(mark, 0) for mark, _ in ask.marks), default=0)
+
+
+def cost(ask: Ask, facts: ReplicaFacts, *, known: int, rate: float) -> float:
+    """Seconds until the first token there, where `known` is the most that is warm anywhere, and `rate` tokens
+    a second are had that are not."""
+    beyond = max(0, facts.queue + 1 - facts.slots)
+    missing = max(known, ask.tokens) - min(warm_tokens(ask, facts), max(known, ask.tokens))
+    return beyond / facts.slots * facts.seconds + missing / rate
+
+
+def ranked(ask: Ask, replicas: Mapping[str, ReplicaFacts]) -> list[str]:
+    """All replicas, the one first that answers soonest. Of equal ones that with the shorter queue, then the
+    one with less state; one that takes its leave comes last.
+
+    All are taken to get missing state at one rate, the middle of those that were measured: what differs from
+    one replica to the next by chance must not draw all new conversations to one.
+    """
+    rate = median([each.rate for each in replicas.values() if each.rate is not None] or [_RATE])
+    known = max((warm_tokens(ask, facts) for facts in replicas.values()), default=0)
+
+    def order(name: str) -> tuple[object, ...]:
+        facts = replicas[name]
+        return (
+            facts.draining,
+            cost(ask, facts, known=known, rate=rate),
+            facts.queue,
+            facts.full,
+            sum(facts.marks.values()),
+            name,
+        )
+
+    return sorted(replicas, key=order)
+
+
+class RouterMemory:
+    """Where a router has sent what lately: what replicas tell is some seconds old.
+
+    What was sent counts as warm where it went, until that replica has told anew; then its word counts.
+    """
+
+    def __init__(self, most: int = _REMEMBERED) -> None:
+        self._most = most
+        self._sent: OrderedDict[Mark, tuple[str, int, float]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._sent)
+
+    def sent(self, ask: Ask, replica: str, known: int, now: float) -> None:
+        for mark, tokens in ask.marks:
+            self._sent[mark] = replica, max(tokens, known), now
+            self._sent.move_to_end(mark)
+        while len(self._sent) > self._most:
+            self._sent.popitem(last=False)
+
+    def seen(
+        self, ask: Ask, replicas: Mapping[str, ReplicaFacts], told_at: Mapping[str, float], *, trust: float
+    ) -> dict[str, ReplicaFacts]:
+        """The facts with what was sent since they were told, and `trust` seconds before that: a request that
+        is being answered is warm nowhere yet."""
+        found = dict(replicas)
+        for mark, _ in ask.marks:
+            replica, tokens, at = self._sent.get(mark, ("", 0, 0.0))
+            facts = found.get(replica)
+            if facts is None or mark in facts.marks or at + trust < told_at.get(replica, 0.0):
+                continue
+            found[replica] = ReplicaFacts(**{**facts.to_json(), "marks": {**facts.marks, mark: tokens}})
+        return found
+
+
+class WarmMarks:
+    """What is warm on a replica: the marks of what it answered last, as far as its memory reaches.
+
+    An estimate: what was used longest ago is taken to be gone once more than `capacity` tokens came after it,
+    as the cache does it. A wrong one costs time, never a reply.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._marks: OrderedDict[Mark, tuple[int, Mark]] = OrderedDict()
+        """Tokens of each, and the longest mark of the latest request that had it."""
+        self._whole: OrderedDict[Mark, tuple[int, set[Mark]]] = OrderedDict()
+        """The longest marks, with their tokens and with the marks that go when they go."""
+        self._total = 0
+
+    def answered(self, ask: Ask, tokens: int) -> None:
+        """A request was answered: so many tokens of it are here now."""
+        if not ask.marks:
+            return
+        longest, mine = ask.marks[-1][0], set[Mark]()
+        for mark, length in ask.marks:
+            # A shorter one that was a conversation's longest is the beginning of this now.
+            mine |= self._forget(mark)
+            self._marks[mark] = (tokens if mark == longest else min(length, tokens)), longest
+            self._marks.move_to_end(mark)
+        mine = {mark for mark in mine if self._marks.get(mark, (0, ""))[1] not in self._whole}
+        for mark in mine:
+            self._marks[mark] = self._marks[mark][0], longest
+        self._whole[longest] = tokens, mine | {mark for mark, _ in ask.marks}
+        self._total += tokens
+        while self._total > self.capacity and len(self._whole) > 1:
+            first = next(iter(self._whole))
+            for mark in self._forget(first):
+                if self._marks[mark][1] == first:
+                    del self._marks[mark]
+
+    def _forget(self, longest: Mark) -> set[Mark]:
+        tokens, marks = self._whole.pop(longest, (0, set[Mark]()))
+        self._total -= tokens
+        return {mark for mark in marks if mark in self._marks}
+
+    @property
+    def full(self) -> float:
+        return min(1.0, self._total / self.capacity)
+
+    def latest(self, most: int = MOST_MARKS) -> dict[Mark, int]:
+        names: Sequence[Mark] = list(self._marks)[-most:]
+        return {mark: self._marks[mark][0] for mark in names}
+
+
+def wanted_replicas(
+    facts: Iterable[ReplicaFacts], *, requests: float, target: float, most_full: float = 0.9
+) -> int:
+    """How many replicas there should be: for so many requests at `target` each, and for as much memory that
+    none has more than `most_full` of it in use."""
+    full = [each.full for each in facts]
+    by_queue = -(-requests // target)
+    # Memory is full after a while wherever there is much to keep: it asks for one more at a time, and only
+    # where there is work for it.
+    by_memory = len(full) + 1 if full and requests > 0 and min(full) > most_full else 0
+    return max(1, int(by_queue), by_memory)

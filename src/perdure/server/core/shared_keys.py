@@ -1,0 +1,153 @@
+"""Keys that all replicas share, in the PostgreSQL database of their sessions.
+
+Requests a minute are counted there, each in a statement of its own, so that the limit holds over all
+replicas. Tokens are counted here and added there every second: past its limit of the day, a key gets no more
+than what all replicas answer in that time. Keys are read every second, too; where the database does not
+answer, they stay as they were, and minutes are counted by each replica.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from perdure.errors import InvalidInputError, PerdureError
+from perdure.server.core.keys import DayUsage, Key, Keys, KeyUsage, parse_line
+
+if TYPE_CHECKING:
+    from perdure.sessions.store.postgres.accounts import Accounts, Counts
+
+log = logging.getLogger("perdure.server")
+
+_DAY = 86400.0
+_KEPT_DAYS = 31
+_PERIOD = 1.0
+"""Seconds between two looks at the database."""
+
+
+class SharedUsage(KeyUsage):
+    """What each key has used, over all replicas. For any thread."""
+
+    waits = True
+
+    def __init__(self, accounts: Accounts) -> None:
+        super().__init__()
+        self._accounts = accounts
+        self._unsent: dict[tuple[str, int], Counts] = {}
+        self._sending = threading.Lock()
+
+    def _minute(self, key: Key, clock: float) -> float | None:
+        try:
+            return self._accounts.admit(key.digest, key.requests_per_minute or 0)
+        except PerdureError as error:
+            log.warning("requests a minute are counted by this replica alone: %s", error)
+            return super()._minute(key, clock)
+
+    def spend(self, key: Key, now: float, *, prompt: int, completion: int = 0) -> None:
+        super().spend(key, now, prompt=prompt, completion=completion)
+        self._count(key, now, (0, prompt, 0, completion))
+
+    def reply(self, key: Key, now: float, *, cached: int) -> None:
+        super().reply(key, now, cached=cached)
+        self._count(key, now, (1, 0, cached, 0))
+
+    def save(self) -> None:
+        """Add what was counted to the database, and take what it has."""
+        try:
+            self.exchange()
+        except PerdureError as error:
+            log.warning("what keys have used cannot be written: %s", error)
+
+    def exchange(self) -> None:
+        with self._sending:
+            with self._changing:
+                sent, self._unsent = self._unsent, {}
+            try:
+                self._accounts.spend(sent, forget_before=int(time.time() // _DAY) - _KEPT_DAYS)
+            except BaseException:
+                with self._changing:
+                    for at, counts in sent.items():
+                        self._unsent[at] = _sum(counts, self._unsent.get(at))
+                raise
+            used = self._accounts.used()
+        days: dict[str, dict[int, DayUsage]] = {}
+        with self._changing:
+            found = {(digest, day): counts for digest, day, counts in used}
+            for digest, day in {*found, *self._unsent}:
+                counts = _sum(found.get((digest, day), (0, 0, 0, 0)), self._unsent.get((digest, day)))
+                days.setdefault(digest, {})[day] = DayUsage(
+                    requests=counts[0],
+                    prompt_tokens=counts[1],
+                    cached_tokens=counts[2],
+                    completion_tokens=counts[3],
+                )
+            self._days = days
+
+    def _count(self, key: Key, now: float, counts: Counts) -> None:
+        at = key.digest, int(now // _DAY)
+        with self._changing:
+            self._unsent[at] = _sum(counts, self._unsent.get(at))
+
+
+@dataclass(slots=True)
+class Found:
+    """What a database has."""
+
+    keys: list[Key]
+    had_some: bool
+    """Whether there is or was a key: then a request needs one."""
+
+
+def read_keys(accounts: Accounts) -> Found:
+    keys, lines = [], accounts.lines()
+    for line in lines:
+        try:
+            if line is not None:
+                keys.append(parse_line(line))
+        except InvalidInputError as error:
+            log.error("a key in the database is left out: %s", error)
+    return Found(keys, bool(lines))
+
+
+def share(keys: Keys, accounts: Accounts, changed: Callable[[], object]) -> None:
+    """Have what keys use counted in the database, and, unless they are in a file, the keys themselves. When
+    they are others than before, `changed` is called, in a thread."""
+    usage = SharedUsage(accounts)
+    keys.usage = usage
+    _look(keys, usage, accounts)
+    watched = threading.Thread(
+        target=_watch, args=[keys, usage, accounts, changed], name="perdure-keys", daemon=True
+    )
+    watched.start()
+
+
+def _look(keys: Keys, usage: SharedUsage, accounts: Accounts) -> bool:
+    """Read the keys, and exchange what was used. Whether the keys are others than before."""
+    before = list(keys)
+    if not keys.has_file:
+        found = read_keys(accounts)
+        keys.replace(found.keys, required=found.had_some)
+    if len(keys):
+        usage.exchange()
+    return before != list(keys)
+
+
+def _watch(keys: Keys, usage: SharedUsage, accounts: Accounts, changed: Callable[[], object]) -> None:
+    pause, failed = threading.Event(), False
+    while not pause.wait(_PERIOD) and not accounts.is_closed:
+        try:
+            if _look(keys, usage, accounts):
+                changed()
+            failed = False
+        except Exception as error:
+            if not failed and not accounts.is_closed:
+                log.warning("the keys are as they were: %s", error)
+            failed = True
+
+
+def _sum(one: Counts, two: Counts | None) -> Counts:
+    return one if two is None else (one[0] + two[0], one[1] + two[1], one[2] + two[2], one[3] + two[3])

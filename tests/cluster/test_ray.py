@@ -1,0 +1,202 @@
+"""Replicas under Ray Serve, for real: our router inside Ray's, kills, and scaling under load.
+
+Ray is not among what the tests install (`make ray`, which `make soak` runs): without it these are skipped.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+import perdure
+from cluster.servers import PostgresServer, free_port
+from cluster.test_haproxy import Outcome, Talker, check
+from perdure.cluster.config import ClusterConfig
+from perdure.testing.toy import ToyModel
+
+pytest.importorskip("ray.serve", reason="Ray is not installed: make ray")
+
+pytestmark = [
+    pytest.mark.soak,
+    # Ray leaves sockets and loops to the garbage collector.
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+def toy(config: ClusterConfig, store: str) -> tuple[perdure.Runtime, str]:
+    return perdure.open(ToyModel(), n_ctx=1024, slots=4, store=store, blocks=config.blocks or None), "toy"
+
+
+@contextmanager
+def ray_serve(postgres: PostgresServer, folder: Path, **replicas: Any) -> Iterator[str]:
+    """An application of toy replicas; its URL."""
+    import ray
+    from ray import serve
+
+    from perdure.cluster.application import NAME, build
+
+    port = free_port()
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    ray.init(
+        num_cpus=16,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        runtime_env={"env_vars": {"PYTHONPATH": paths}},
+    )
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        config = ClusterConfig.from_dict(
+            {
+                "store": postgres.url(folder / "own", lease=5),
+                "blocks": [f"file://{folder}/shared"],
+                "replicas": {"cpus": 0.5, "grace_seconds": 60, **replicas},
+            }
+        )
+        serve.run(build(config, open_runtime=toy), name=NAME)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+def replica_processes() -> list[psutil.Process]:
+    """The processes of replicas, as Ray calls them."""
+    found = []
+    for each in psutil.process_iter(["cmdline"]):
+        words = " ".join(each.info["cmdline"] or ())
+        if "ServeReplica:perdure:Replica" in words:
+            found.append(each)
+    return found
+
+
+def test_a_session_stays_where_it_is_warm_and_new_ones_are_spread(
+    postgres: PostgresServer, tmp_path: Path
+) -> None:
+    with (
+        ray_serve(postgres, tmp_path, min=2, max=2) as url,
+        httpx.Client(base_url=url, timeout=120, trust_env=False) as client,
+    ):
+        reuse: dict[str, list[str]] = {}
+        for turn in range(4):
+            for number in range(6):
+                name = f"s{number}"
+                answer = client.post(
+                    "/v1/chat/completions",
+                    json={
+                        "model": "toy",
+                        "messages": [{"role": "user", "content": f"{name} says {turn}"}],
+                        "perdure": {"session": name},
+                        "max_tokens": 4,
+                    },
+                )
+                assert answer.status_code == 200, answer.text
+                reuse.setdefault(name, []).append(answer.headers["x-perdure-reuse"])
+        # From the second turn on, each is answered out of what is at hand where it was.
+        for name, tiers in reuse.items():
+            assert all("slot=" in each or "memory=" in each for each in tiers[1:]), (name, tiers)
+        # And streams come through.
+        with client.stream(
+            "POST",
+            "/v1/chat/completions",
+            json={"model": "toy", "stream": True, "messages": [{"role": "user", "content": "hi"}]},
+        ) as stream:
+            lines = [line for line in stream.iter_lines() if line]
+        assert lines[-1] == "data: [DONE]"
+        assert client.get("/v1/nothing").status_code == 404
+        assert client.post("/v1/chat/completions", content=b"x" * (17 << 20)).status_code == 413
+
+
+@pytest.mark.parametrize("seconds", [300])
+def test_replicas_that_are_killed_lose_no_acknowledged_turn(
+    postgres: PostgresServer, tmp_path: Path, seconds: float
+) -> None:
+    """4 replicas under Ray, 64 conversations, one kill -9 every 5 s for 5 minutes."""
+    outcome, ending, dice, killed = Outcome(), threading.Event(), random.Random(1), 0
+    seconds = float(os.environ.get("PERDURE_SOAK_SECONDS", seconds))
+    with ray_serve(postgres, tmp_path, min=4, max=4) as url:
+        talkers = [Talker(url, f"c{number}", outcome, ending, True) for number in range(64)]
+        for talker in talkers:
+            talker.start()
+        began = time.monotonic()
+        while time.monotonic() - began < seconds:
+            ending.wait(5)
+            if alive := replica_processes():
+                dice.choice(alive).send_signal(signal.SIGKILL)
+                killed += 1
+        ending.set()
+        for talker in talkers:
+            talker.join()
+        for talker in talkers:
+            if talker.failed is not None:
+                raise talker.failed
+        _compare(url, outcome)
+    turns = sum(map(len, outcome.acknowledged.values()))
+    print(
+        f"{killed} kills, {turns} acknowledged turns of {len(outcome.acknowledged)} conversations, "
+        f"longest wait {outcome.longest:.1f} s, {dict(outcome.seen)}"
+    )
+    assert killed > seconds / 20
+    check(outcome)
+
+
+def test_one_to_four_and_back_without_a_failed_request(postgres: PostgresServer, tmp_path: Path) -> None:
+    """Ray adds replicas by the queue and takes them away again; no client sees anything of it."""
+    outcome, ending = Outcome(), threading.Event()
+    counts: Counter[int] = Counter()
+    sizes = {"min": 1, "max": 4, "requests": 2, "up_seconds": 1, "down_seconds": 2}
+    with ray_serve(postgres, tmp_path, **sizes) as url:
+        talkers = [Talker(url, f"c{number}", outcome, ending, True) for number in range(16)]
+        for talker in talkers:
+            talker.start()
+        _wait(counts, lambda: len(replica_processes()) >= 4)
+        ending.set()
+        for talker in talkers:
+            talker.join()
+        # Two go on while the others go.
+        few = [Talker(url, f"d{number}", outcome, threading.Event(), False) for number in range(2)]
+        for talker in few:
+            talker.start()
+        _wait(counts, lambda: len(replica_processes()) == 1)
+        for talker in few:
+            talker.join()
+        for talker in (*talkers, *few):
+            if talker.failed is not None:
+                raise talker.failed
+        _compare(url, outcome)
+    turns = sum(map(len, outcome.acknowledged.values()))
+    print(f"{turns} turns, {dict(outcome.seen)}, seen so often with so many replicas: {dict(counts)}")
+    assert set(outcome.seen) <= {"200"}
+    check(outcome)
+
+
+def _wait(counts: Counter[int], done: Any, seconds: float = 300) -> None:
+    end = time.monotonic() + seconds
+    while not done():
+        counts[len(replica_processes())] += 1
+        assert time.monotonic() < end, counts
+        time.sleep(0.2)
+
+
+def _compare(url: str, outcome: Outcome) -> None:
+    """What was acknowledged is what everybody reads now."""
+    with httpx.Client(base_url=url, timeout=120, trust_env=False) as client:
+        for name, said in outcome.acknowledged.items():
+            answer = client.get(f"/v1/sessions/{name}/turns", params={"limit": 1000})
+            if answer.status_code == 404 and not said:
+                continue
+            kept = answer.json()["data"]
+            assert [str(turn["reply"]["content"]) for turn in kept] == [reply for _, reply in said], name
