@@ -12,7 +12,7 @@ import pytest
 from decode.observed import toy
 from perdure.cli.commands.sessions import origin_line
 from perdure.cli.output.words import quoted
-from perdure.server.core.conversation_names import conversation_of
+from perdure.server.protocols.conversation_names import conversation_of
 from server.live_server import LiveServer, live_server, opened
 
 SYSTEM = "You are an agent. Be brief."

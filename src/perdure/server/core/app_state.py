@@ -32,18 +32,11 @@ from perdure.pool import ModelPool, PooledModel
 from perdure.pool.backend import PooledBackend
 from perdure.runtime import Runtime
 from perdure.server.core.api_error import ApiError
-from perdure.server.core.conversation_names import conversation_of
 from perdure.server.core.keys import KeyAccount, Keys
 from perdure.server.core.metrics import Metrics, RecentRequests
-from perdure.server.core.schemas import RequestSchema
 from perdure.server.core.settings import AllowedHosts, Limits, LiveSettings, ReplyDefaults
-<<<<<<< HEAD
-from perdure.server.core.visit import SESSION, VISIT, Sign, Visit
-=======
 from perdure.server.core.shared_keys import share
-from perdure.server.core.visit import VISIT, Sign, Visit
->>>>>>> main
-from perdure.sessions.agent_conversation import AgentConversation
+from perdure.server.core.visit import SESSION, VISIT, Sign, Visit
 
 log = logging.getLogger("perdure.server")
 
@@ -388,10 +381,6 @@ class Caller:
     """Of its request, in which it may name its conversation; None where conversations are not kept."""
     visit: Visit = field(default_factory=Visit)
     """The models that its request uses."""
-
-    def conversation(self, asked: RequestSchema | None = None) -> AgentConversation | None:
-        """The conversation that its headers, or the fields of what it asks, name."""
-        return None if self.headers is None else conversation_of(self.headers, self.agent, asked)
 
     @property
     def session(self) -> str | None:

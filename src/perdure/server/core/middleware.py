@@ -33,7 +33,6 @@ from perdure.server.core.api_error import (
     unauthorised,
 )
 from perdure.server.core.app_state import InFlight
-from perdure.server.core.conversation_names import SESSION_HEADERS
 from perdure.server.core.keys import METRICS, Key, KeyAccount, Keys
 from perdure.server.core.metrics import Metrics
 from perdure.server.core.protocol import OPENAI, Protocol, protocol_at
@@ -64,7 +63,16 @@ def _given_id(scope: Scope) -> str | None:
     return None
 
 
-_SESSION_HEADERS = tuple(name.encode() for name in SESSION_HEADERS)
+_SESSION_HEADERS = (
+    b"x-dynamo-session-id",
+    b"x-session-id",
+    b"x-claude-code-session-id",
+    b"x-session-affinity",
+    b"thread-id",
+    b"session-id",
+    b"x-openwebui-chat-id",
+)
+"""How clients name a conversation, for routers: what has the same name goes to one server."""
 _SESSION_ID = re.compile(rb"[A-Za-z0-9._:-]{1,100}")
 
 

@@ -18,7 +18,6 @@ from perdure.decode.slots import KeptPrefix
 from perdure.server.core.api_error import ApiError
 from perdure.server.core.app_state import AppState, AppStateDep, Caller, CallerDep
 from perdure.server.core.body_route import BodyRoute
-from perdure.server.core.conversation_names import NamingFields
 from perdure.server.core.event_log import EventLog, EventLogs, followed
 from perdure.server.core.follow import Stream, answer
 from perdure.server.core.protocol import DONE, Events, EventTemplate, Protocol, event
@@ -36,6 +35,7 @@ from perdure.server.core.schemas import (
     streamed,
 )
 from perdure.server.core.visit import Visit
+from perdure.server.protocols.conversation_names import NamingFields
 from perdure.server.protocols.openai import (
     AnswerHead,
     PromptCacheOptions,

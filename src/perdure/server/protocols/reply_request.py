@@ -17,6 +17,7 @@ from perdure.runtime import Runtime
 from perdure.server.core.api_error import ApiError
 from perdure.server.core.app_state import AppState, Caller
 from perdure.server.core.schemas import Name, ReplyExtension, RequestSchema
+from perdure.server.protocols.conversation_names import conversation_of
 from perdure.sessions.agent_conversation import AgentConversation, find_line, without_session_options
 from perdure.sessions.fold import TurnStream
 from perdure.sessions.session import Session
@@ -125,7 +126,7 @@ class ReplyRequest:
         render and to tokenise, so this is called in a thread."""
         runtime = app_state.runtime
         if self.place is None:
-            if asked is not None and (conversation := caller.conversation(asked)) is not None:
+            if asked is not None and (conversation := named_conversation(caller, asked)) is not None:
                 stream = submit_to_conversation(app_state, caller, conversation, self.messages, self.options)
                 if stream is not None:
                     return stream
@@ -145,6 +146,11 @@ class ReplyRequest:
             raise
         caller.in_session(session.name)
         return stream
+
+
+def named_conversation(caller: Caller, asked: RequestSchema) -> AgentConversation | None:
+    """The conversation that headers or fields name; None where there is none, or none is kept."""
+    return None if caller.headers is None else conversation_of(caller.headers, caller.agent, asked)
 
 
 def submit_to_conversation(

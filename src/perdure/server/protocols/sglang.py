@@ -16,8 +16,8 @@ from starlette.responses import JSONResponse, Response
 from perdure.server.core.api_error import ApiError
 from perdure.server.core.app_state import AppStateDep, CallerDep, ServedDep
 from perdure.server.core.body_route import BodyRoute
-from perdure.server.core.conversation_names import is_id
 from perdure.server.core.schemas import RequestSchema, errors, refuse_fields
+from perdure.server.protocols.conversation_names import is_id
 from perdure.server.protocols.reply_request import let_go
 from perdure.sessions.agent_conversation import AgentConversation
 

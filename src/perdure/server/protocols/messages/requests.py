@@ -11,8 +11,8 @@ from perdure.chat.message import parse_messages
 from perdure.decode.slots import KeptPrefix
 from perdure.server.core.api_error import ApiError
 from perdure.server.core.app_state import AppState
-from perdure.server.core.conversation_names import NamingFields
 from perdure.server.core.schemas import Items, RequestSchema, SamplingSchema
+from perdure.server.protocols.conversation_names import NamingFields
 from perdure.server.protocols.reply_request import ReplyRequest, SessionExtension
 
 _BILLING = "x-anthropic-billing-header:"

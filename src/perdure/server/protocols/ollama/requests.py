@@ -15,8 +15,8 @@ from perdure.pool import parse_duration
 from perdure.request_options import SEED_LIMIT, options_of_replies
 from perdure.server.core.api_error import ApiError
 from perdure.server.core.app_state import AppState
-from perdure.server.core.conversation_names import NamingFields
 from perdure.server.core.schemas import Items, RequestSchema, option_value
+from perdure.server.protocols.conversation_names import NamingFields
 from perdure.server.protocols.reply_request import ReplyRequest, SessionExtension
 
 _SAMPLING = {

@@ -12,8 +12,8 @@ from pydantic import BeforeValidator, Field
 from perdure.chat.message import Message
 from perdure.server.core.api_error import ApiError
 from perdure.server.core.app_state import AppState
-from perdure.server.core.conversation_names import NamingFields
 from perdure.server.core.schemas import Items, RequestSchema, SamplingSchema
+from perdure.server.protocols.conversation_names import NamingFields
 from perdure.server.protocols.openai import PromptCacheOptions, tier_options
 from perdure.server.protocols.reply_request import SessionExtension
 from perdure.server.protocols.responses.items import Found, OutputForm, Unsealed, content_text, messages_of

@@ -51,8 +51,6 @@ _CLIENTS = (
     _Named("codex", "session-id"),
     _Named("open-webui", "x-openwebui-chat-id"),
 )
-SESSION_HEADERS = (DYNAMO.session, "x-session-id", *(each.session for each in _CLIENTS))
-"""How clients name a conversation, for routers: what has the same name goes to one server."""
 
 
 class SessionControl(RequestSchema):
