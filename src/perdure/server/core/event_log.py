@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+from perdure.chat.message import Message
 from perdure.server.core.api_error import ApiError
 from perdure.server.core.app_state import AppState, Caller
 from perdure.server.core.follow import EventResponse, Follower, Sink, Stream
@@ -48,9 +50,12 @@ class EventLog(Sink):
         app_state: AppState,
         caller: Caller,
         visit: Visit,
-        **told: Any,
+        *,
+        timeout: float | None = None,
+        session: str | None = None,
+        messages: Sequence[Message] = (),
     ) -> None:
-        """`visit` has the lease of its model, and ends with it. `told` is for its follower."""
+        """`visit` has the lease of its model, and ends with it. The rest is for its follower."""
         super().__init__()
         self.is_open = True
         self.finished = False
@@ -67,7 +72,15 @@ class EventLog(Sink):
         """Whether its key was withdrawn, or has expired, while it was made."""
         # Its request is answered and logged by now, or by another reader.
         caller = replace(caller, notes={})
-        self.follower: Follower[Any, Any] = Follower(stream, app_state, caller, writer=writer, **told)
+        self.follower: Follower[Any, Any] = Follower(
+            stream,
+            app_state,
+            caller,
+            writer=writer,
+            timeout=timeout,
+            session=session,
+            messages=messages,
+        )
         self.task = asyncio.ensure_future(self._make())
 
     @property
