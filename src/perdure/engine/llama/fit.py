@@ -19,6 +19,7 @@ from perdure.engine.llama.offload import (
     choose_devices,
     count_experts,
 )
+from perdure.engine.registry import engine_for
 from perdure.errors import EngineLibraryError, InvalidInputError, ModelNotFoundError
 from perdure.models.download import Remote, RemoteBytes, web
 from perdure.models.fit import CACHE_BITS, N_BATCH, Fit, Room, Sizes, Wanted, propose
@@ -120,9 +121,13 @@ def _fits(
         if kind is not None and kind not in CACHE_BITS:
             raise InvalidInputError(f"{name} is one of {', '.join(CACHE_BITS)}, got {kind!r}")
     layers, experts = check_gpu_layers(gpu_layers), check_cpu_experts(cpu_experts)
+    own = engine_for(model).sizes(model)
     room = room_now(devices)
+    if own is not None:
+        # Another engine, which computes in the memory that the machine has.
+        room, layers, experts = Room(machine=room.machine), 0, 0
     fits = []
-    for name, sizes in _read_sizes(model, alone=alone):
+    for name, sizes in [(Path(str(model)).name, own)] if own else _read_sizes(model, alone=alone):
         wanted = Wanted(
             n_ctx=None if n_ctx == "auto" else n_ctx,
             slots=None if slots == "auto" else slots,

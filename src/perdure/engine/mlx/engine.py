@@ -6,10 +6,12 @@ Nothing of MLX is imported here: this module is asked about every source.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
+from perdure.config import N_CTX, SLOTS, settings
 from perdure.engine.contract import LoadingKeywords
 from perdure.engine.registry import Agree, Bars, Engine, Finding, Source, no_bars
 from perdure.errors import InvalidInputError, PerdureError
@@ -17,6 +19,11 @@ from perdure.errors import InvalidInputError, PerdureError
 if TYPE_CHECKING:
     from perdure.engine.model import Model
     from perdure.models.card import Card
+    from perdure.models.fit import Room, Sizes
+
+
+_REPO = re.compile(r"(?:hf:)?[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?:@[\w.-]+)?")
+"""A repository of a hub."""
 
 
 class MlxEngine(Engine):
@@ -25,25 +32,14 @@ class MlxEngine(Engine):
     name = "MLX"
 
     def opens(self, source: Source) -> bool:
-        if source is None:
-            return False
-        try:
-            path = Path(os.fspath(source)).expanduser()
-            # Most sources are names and files: one look at the disk.
-            if not path.is_dir():
-                return False
-        except (OSError, ValueError, RuntimeError, TypeError):
-            return False
-        from perdure.engine.mlx.folder import is_folder
-
-        return is_folder(path)
+        return source is not None and _place(source) is not None
 
     def fetch(self, source: Source, bars: Bars = no_bars, agree: Agree | None = None) -> str:
         from perdure.engine.mlx.packages import check_here
 
         check_here()
         # Absolute: this process may go elsewhere.
-        return str(Path(str(source)).expanduser().absolute())
+        return str(_found(source).absolute())
 
     def open(
         self,
@@ -56,7 +52,7 @@ class MlxEngine(Engine):
         from perdure.engine.mlx.packages import load
 
         for name, value in loading.items():
-            if value not in (None, "auto") and not (name == "kv_offload" and value is True):
+            if value not in (None, "auto", 0) and not (name == "kv_offload" and value is True):
                 raise InvalidInputError(
                     f"{name} is for llama.cpp; MLX computes where it chooses: leave it out"
                 )
@@ -72,16 +68,39 @@ class MlxEngine(Engine):
         if path is None or source is None:
             return False
         try:
-            return Path(str(source)).expanduser().samefile(path)
+            return _found(source).samefile(path)
         except OSError:
             return False
+
+    def sizes(self, source: Source) -> Sizes:
+        from perdure.engine.mlx.folder import read_folder
+        from perdure.engine.mlx.sizes import sizes_of
+
+        return sizes_of(read_folder(_found(source).absolute()))
+
+    def memory_needed(
+        self, source: Source, room: Room, settings: Mapping[str, Any], loading: Mapping[str, Any]
+    ) -> tuple[int, int]:
+        """All of it in the machine's own memory, which a GPU shares."""
+        from perdure.models.fit import Room, Wanted, propose
+
+        n_ctx, slots = settings.get("n_ctx", N_CTX), settings.get("slots", SLOTS)
+        wanted = Wanted(
+            n_ctx=None if n_ctx == "auto" else n_ctx,
+            slots=None if slots == "auto" else slots,
+            k_type=settings.get("k_type", "f16"),
+            v_type=settings.get("v_type", "f16"),
+            gpu_layers=0,
+        )
+        found = propose(str(source), self.sizes(source), Room(machine=room.machine), wanted)
+        return found.machine.total, 0
 
     def card(self, source: Source, bars: Bars = no_bars) -> tuple[Card, Mapping[str, Any]]:
         """From the files alone; only the kind of memory is asked of mlx-lm."""
         from perdure.engine.mlx.folder import read_folder
         from perdure.engine.mlx.packages import load
 
-        folder = read_folder(Path(str(source)).expanduser().absolute())
+        folder = read_folder(_found(source).absolute())
         load()
         from perdure.engine.mlx.card import card_of
 
@@ -99,6 +118,27 @@ class MlxEngine(Engine):
             yield Finding("MLX", "warn", str(error), "pip install -U 'perdure[mlx]'")
             return
         yield Finding("MLX", "ok", ", ".join(f"{name} {each}" for name, each in found.items()))
+
+
+def _place(source: Source) -> Path | None:
+    """The folder that is meant: one on this machine, or one that `perdure pull owner/repo` fetched."""
+    from perdure.engine.mlx.folder import is_folder
+
+    try:
+        path = Path(os.fspath(source or "")).expanduser()
+        # Most sources are names and files: one look at the disk.
+        if not path.is_dir():
+            if not isinstance(source, str) or _REPO.fullmatch(source) is None:
+                return None
+            path = settings().models / "hub" / source.removeprefix("hf:")
+    except (OSError, ValueError, RuntimeError, TypeError):
+        return None
+    return path if is_folder(path) else None
+
+
+def _found(source: Source) -> Path:
+    """The same; what is no folder keeps its name, so that an error can tell it."""
+    return _place(source) or Path(str(source)).expanduser()
 
 
 ENGINE = MlxEngine()

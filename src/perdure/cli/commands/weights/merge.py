@@ -101,18 +101,24 @@ def fuse(
 
 def convert(
     folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="A PEFT adapter: adapter_config.json and weights.")
+        Path,
+        typer.Argument(
+            metavar="FOLDER",
+            help="A LoRA as PEFT, mlx-lm or `perdure train` writes it, or a whole model that was trained.",
+        ),
     ],
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="The adapter to write, as .gguf.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write, as .gguf.")],
     base: Annotated[
         str,
         typer.Option(
-            "--base", metavar="MODEL", autocompletion=model_names, help="The model it is for, as GGUF."
+            "--base", metavar="MODEL", autocompletion=model_names, help="The model it was made from, as GGUF."
         ),
     ],
 ) -> None:
-    """Convert a PEFT LoRA adapter to GGUF."""
+    """Convert a LoRA adapter or a trained model to GGUF."""
     from perdure.cli.commands.weights.places import file_of
     from perdure.files.peft import convert_peft
+    from perdure.files.trained import convert_trained, is_trained
 
-    typer.echo(convert_peft(folder, file_of(base), target))
+    write = convert_trained if is_trained(folder) else convert_peft
+    typer.echo(write(folder, file_of(base), target))

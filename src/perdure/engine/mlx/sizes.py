@@ -1,0 +1,95 @@
+"""How much memory a folder takes, from its headers and its config: nothing is loaded, nothing imported."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from perdure.checks import is_whole
+from perdure.engine.mlx.folder import Folder
+from perdure.models.fit import Sizes
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+_EXPERTS = re.compile(r"\.(?:switch_mlp|experts)\.")
+_ROWS = re.compile(r"\.(?:self_attn|attn|attention)\.")
+_STATE = re.compile(r"\.(?:mixer|mamba|linear_attn|conv)\.")
+_OTHER_BYTES = 4
+"""Bytes of a number of a recurrent state."""
+
+
+def sizes_of(folder: Folder) -> Sizes:
+    """A model's sizes, layer by layer."""
+    text = folder.text
+    count = min(
+        _number(text, "num_hidden_layers", "n_layer", "n_layers"),
+        sum(len(each.tensors) for each in folder.weights),
+    )
+    layers, experts = [0] * count, [0] * count
+    rows, recurrent = [False] * count, [False] * count
+    embedding = output = 0
+    tied = True
+    for header in folder.weights:
+        for tensor in header.tensors:
+            match = _LAYER.search(tensor.name)
+            if match and int(match[1]) < count:
+                at = int(match[1])
+                (experts if _EXPERTS.search(tensor.name) else layers)[at] += tensor.size
+                rows[at] |= _ROWS.search(tensor.name) is not None
+                recurrent[at] |= _STATE.search(tensor.name) is not None
+            elif "embed" in tensor.name or "wte" in tensor.name:
+                embedding += tensor.size
+            else:
+                output += tensor.size
+                tied = tied and "head" not in tensor.name
+    width = _number(text, "hidden_size", "n_embd", "d_model")
+    heads = _number(text, "num_attention_heads", "n_head")
+    head = _number(text, "head_dim") or (width // heads if heads else 0)
+    # The cache has the type that the model computes in; the sizes count in numbers of 16 bits.
+    wide = 2 if folder.quantisation == "F32" else 1
+    row = (_number(text, "num_key_value_heads") or heads) * head * wide
+    return Sizes(
+        layers=tuple(layers),
+        experts=tuple(experts),
+        embedding=embedding,
+        output=output,
+        tied=tied,
+        cache=tuple((row, row) if each else (0, 0) for each in rows),
+        states=tuple(_state_bytes(text, width) if each else 0 for each in recurrent),
+        masks=2 if is_whole(text.get("sliding_window")) else 1,
+        width=width,
+        query=heads * head,
+        latent=0,
+        recurrent=_inner(text, width) if any(recurrent) else 0,
+        heads=heads,
+        inner=_number(text, "intermediate_size"),
+        experts_used=_number(text, "num_experts_per_tok"),
+        expert_inner=_number(text, "moe_intermediate_size", "intermediate_size"),
+        vocabulary=_number(text, "vocab_size"),
+        trained=_number(text, "max_position_embeddings"),
+    )
+
+
+def _inner(text: Mapping[str, Any], width: int) -> int:
+    return width * (_number(text, "mamba_expand", "expand") or 2)
+
+
+def _state_bytes(text: Mapping[str, Any], width: int) -> int:
+    """A sequence's state in one recurrent layer: what is convolved, and what is summed up."""
+    kernel = _number(text, "mamba_d_conv", "conv_kernel", "conv_L_cache", "linear_conv_kernel_dim") or 4
+    inner = _inner(text, width)
+    summed = _number(text, "mamba_d_state", "state_size", "ssm_state_size")
+    heads = _number(text, "linear_num_value_heads")
+    if heads:
+        keys, values = _number(text, "linear_key_head_dim"), _number(text, "linear_value_head_dim")
+        return _OTHER_BYTES * (heads * keys * values + kernel * 3 * heads * max(keys, values))
+    return _OTHER_BYTES * inner * (kernel - 1 + summed)
+
+
+def _number(text: Mapping[str, Any], *names: str) -> int:
+    """The first of these that a config has, as a number of something; 0 where it has none."""
+    for name in names:
+        value = text.get(name)
+        if is_whole(value):
+            return int(value)
+    return 0
