@@ -71,7 +71,7 @@ def find_line(
     None for a history that no session can hold, and for the last request of a conversation that goes on from
     none."""
     system, rest = _without_system(messages)
-    if rest is None or not rest or rest[-1].role == "assistant":
+    if all(each.role in ("system", "developer") for each in rest) or rest[-1].role == "assistant":
         return None
     keys = _keys(rest)
     best: tuple[int, Session] | None = None
@@ -126,11 +126,11 @@ def without_session_options(options: Mapping[str, Any]) -> dict[str, Any] | None
     return {name: value for name, value in options.items() if name not in ("n", "stable_prefix")}
 
 
-def _without_system(messages: Sequence[Message]) -> tuple[str | None, Sequence[Message] | None]:
-    head = next((at for at, each in enumerate(messages) if each.role not in ("system", "developer")), None)
-    if head is None or head > 1 or (head == 1 and messages[0].role != "system"):
-        return None, None
-    return (messages[0].content if head else None), messages[head:]
+def _without_system(messages: Sequence[Message]) -> tuple[str | None, Sequence[Message]]:
+    """The system prompt of a history, and what is said behind it: agents say more to the system at first."""
+    if messages and messages[0].role == "system":
+        return messages[0].content, messages[1:]
+    return None, messages
 
 
 def _is_first(session: Session, message: Message) -> bool:

@@ -492,6 +492,14 @@ class Session:
             if tokens := self._usable.tokens:
                 self._host.backend.cache.sleep(tokens, namespace=self.namespace, adapters=self._adapters)
 
+    def save(self) -> None:
+        """Put its state where it outlives the process. What is in memory stays there."""
+        with self._changing():
+            tokens = self._usable.tokens
+            if tokens and len(tokens) > (self.saved or 0):
+                self._host.backend.cache.save(tokens, namespace=self.namespace, adapters=self._adapters)
+                self.saved = len(tokens)
+
     def plan_wake(self) -> Plan:
         """What waking would take: tokens and bytes by tier, and what would be computed. Nothing is done."""
         self._check_there()

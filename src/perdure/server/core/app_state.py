@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import copy
 import functools
@@ -21,12 +22,13 @@ from typing import Annotated, Any, ParamSpec, Protocol, TypeVar
 from weakref import WeakSet
 
 import anyio
+import anyio.from_thread
 import anyio.to_thread
 from fastapi import Depends, Request
 
 from perdure.chat.reply import ChatReply
 from perdure.decode.request import Reply
-from perdure.errors import TemplateError
+from perdure.errors import PerdureError, TemplateError
 from perdure.models.catalogue import names_of
 from perdure.pool import ModelPool, PooledModel
 from perdure.pool.backend import PooledBackend
@@ -37,6 +39,7 @@ from perdure.server.core.metrics import Metrics, RecentRequests
 from perdure.server.core.settings import AllowedHosts, Limits, LiveSettings, ReplyDefaults
 from perdure.server.core.shared_keys import share
 from perdure.server.core.visit import SESSION, VISIT, Sign, Visit
+from perdure.sessions.session import Session
 
 log = logging.getLogger("perdure.server")
 
@@ -46,6 +49,8 @@ T = TypeVar("T")
 _PRODUCT = re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII)
 _AGENT = 64
 """Characters of a program's name that are kept."""
+_IDLE_SECONDS, _SAVE_TRIES = 1.0, 300
+"""How long the engine has nothing to do before state is written, and how often that is looked at."""
 _QUICK, _SLOW = 64, 8
 """Calls that are made at once: those that only ask something, and those that compute or move state."""
 
@@ -159,6 +164,7 @@ class AppState:
         """What is being computed for clients."""
         self.replies: WeakSet[Stoppable] = WeakSet()
         """Those of them that are replies."""
+        self._saving: set[asyncio.Task[None]] = set()
 
     @property
     def stopping(self) -> bool:
@@ -345,6 +351,37 @@ class AppState:
         self.life.stopping = True
         for work in list(self.running):
             work.cancel()
+
+    def save_when_idle(self, session: Session) -> None:
+        """Have the state of a session written once its turn has ended and the engine has nothing to do:
+        whatever dies then, only what is new is read again. Called from a thread of this server."""
+        turns = session.turns
+
+        def try_once() -> bool:
+            """Whether nothing is left to do."""
+            # What was deleted meanwhile is left alone; a disk that is full is told by the next turn.
+            with suppress(PerdureError):
+                if session.turns == turns + 1 and self.runtime.backend.load == (0, 0):
+                    session.save()
+                    return True
+                # A later turn sees to itself.
+                return session.turns > turns + 1
+            return True
+
+        async def save() -> None:
+            for _ in range(_SAVE_TRIES):
+                await asyncio.sleep(_IDLE_SECONDS)
+                # At the end of the server all is written.
+                if self.stopping or await self.work(try_once):
+                    return
+
+        def begin() -> None:
+            task = asyncio.get_running_loop().create_task(save())
+            self._saving.add(task)
+            self.running.add(task)
+            task.add_done_callback(self._saving.discard)
+
+        anyio.from_thread.run_sync(begin)
 
     def cancel(self, namespace: str, request_id: str) -> int:
         """End what is being computed for a request of a namespace. How many replies that were."""
