@@ -54,6 +54,7 @@ INSIDE: dict[str, tuple[str, ...]] = {
     "cache": (
         "block",
         "prefix_search",
+        "eviction",
         "kept_prefixes",
         "tiers",
         "block_cache",

@@ -212,6 +212,10 @@ class RequestOptions:
         "interactive",
         help="who goes first: background requests give way to interactive ones",
     )
+    side: bool = option(
+        False,
+        help="a request beside a conversation, such as a title: what it leaves is evicted first",
+    )
     loop_guard: int = option(
         LOOP_GUARD,
         low=0,

@@ -35,6 +35,8 @@ class Talk:
     space: str
     asked: int = 0
     adapted: int | None = None
+    number: int = 0
+    """Of its conversation: a branch has the same."""
 
 
 class RuntimeMachine(RuleBasedStateMachine):
@@ -159,7 +161,7 @@ class RuntimeMachine(RuleBasedStateMachine):
         return bool(getattr(self, "talks", None))
 
     def go_on(self, talk: Talk, prompt: list[int], **request: Any) -> Answer:
-        answer = self.say(prompt, talk.space, **request)
+        answer = self.say(prompt, talk.space, conversation=f"talk {talk.number}", **request)
         self.note(talk, answer)
         return answer
 
@@ -170,7 +172,7 @@ class RuntimeMachine(RuleBasedStateMachine):
 
     @rule(system=st.sampled_from([0, 16, 21, 40]), text=texts, space=spaces)
     def create(self, system: int, text: tuple[int, int], space: str) -> None:
-        talk = Talk([], space)
+        talk = Talk([], space, number=len(self.talks))
         self.go_on(talk, [*self.subject.tokens(self.prefix + system, 99), *self.text(text)])
         self.talks.append(talk)
 
@@ -181,6 +183,14 @@ class RuntimeMachine(RuleBasedStateMachine):
         prompt = [*found.tokens, *self.text(text)]
         if len(prompt) < self.longest:
             self.go_on(found, prompt, max_tokens=count)
+
+    @precondition(have_talks)
+    @rule(talk=talks, at=st.integers(0, LONGEST), text=texts)
+    def ask_beside(self, talk: int, at: int, text: tuple[int, int]) -> None:
+        """A title, a summary: from the beginning of a conversation or of its own."""
+        found = self.pick(talk)
+        prompt = [*found.tokens[:at], *self.text(text)][: self.longest]
+        self.say(prompt, found.space, side=True)
 
     @precondition(have_talks)
     @rule(talk=talks, at=st.integers(0, LONGEST), text=texts)

@@ -379,7 +379,7 @@ class TierMachine(RuleBasedStateMachine):
         elif new.tail_state is None and covering:
             assert kept
             # Which of several covers it does not matter; the tier says which it used.
-            self.use(max(covering, key=lambda each: self.tier._nodes[each.id].used).id)
+            self.use(max(covering, key=lambda each: self.tier._nodes[each.id].worth).id)
         else:
             assert kept == self.expect_room(new.nbytes, new.parent)
             if kept:

@@ -88,6 +88,12 @@ def test_ls_lists_the_latest_first(run: Run) -> None:
     assert len(facts(run("ls", "--all", "--json"))) == 2
 
 
+def test_ls_finds_sessions_by_what_was_said(run: Run) -> None:
+    assert [row["name"] for row in facts(run("ls", "--text", "the other", "--json"))] == [NAME]
+    assert facts(run("ls", "--text", "nobody said this", "--json")) == []
+    assert "No session has" in run("ls", "--text", "nobody said this").stderr
+
+
 def test_show_tells_what_was_said(run: Run) -> None:
     found = facts(run("show", NAME, "--json"))
     assert (found["name"], found["turns"], found["system"]) == (NAME, 3, "Be terse.")

@@ -470,6 +470,15 @@ def test_a_first_word_that_names_a_model_is_the_model_and_that_is_said(
     assert "is taken as the model" not in run("-m", path, "tinyllama", "hi", *GREEDY).stderr
 
 
+def test_a_first_word_that_is_nearly_a_models_name_is_told(run: Run) -> None:
+    """No wrong model in silence: it answers, and says which name was perhaps meant."""
+    done = run("lama3.2", "hi", *GREEDY)
+    assert done.returncode == 0
+    assert "lama3.2 is part of the prompt; a model of nearly that name is llama3.2" in done.stderr
+    for words in (["Name", "3", "cities"], ["2026", "is", "a", "year"], ["lama3.2 hi"]):
+        assert "nearly that name" not in run(*words, *GREEDY).stderr
+
+
 def test_after_the_demos_first_answer_one_line_says_what_it_is(
     environment: dict[str, str], run: Run, tmp_path: Path
 ) -> None:

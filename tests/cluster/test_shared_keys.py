@@ -167,6 +167,6 @@ def test_the_command_keeps_keys_in_the_database(
     listed = run("keys", "ls")
     assert "alice" in listed
     assert "7 requests a minute" in listed
-    assert "was used yet" in run("keys", "usage")
+    assert "is noted yet" in run("keys", "usage")
     assert "is out of" in run("keys", "rm", "alice")
     assert "no keys in" in run("keys", "ls")

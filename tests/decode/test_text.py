@@ -179,7 +179,7 @@ def test_x9_what_is_kept_of_stops_is_bounded_in_bytes() -> None:
     """X9: the tables of stops that were once used stay, and stay small."""
     sequence._borders.cache_clear()
     tracemalloc.start()
-    for seed in range(600):
+    for seed in range(2000):
         TextStream([f"{seed:04}" + "ab" * 510])
     kept, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()

@@ -25,6 +25,7 @@ def test_the_machine_shows_the_model_its_slots_and_the_last_requests(
     model = user.page.get_by_role("region", name="toy")
     expect(model).to_contain_text("ready")
     expect(model).to_contain_text("2,048 tokens a request")
+    expect(model).to_contain_text(re.compile("K/V type ?token"))
     expect(model).to_contain_text(re.compile("Engine restarts ?0"))
     slots = model.locator(".slots li")
     expect(slots).to_have_count(3)

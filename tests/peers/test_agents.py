@@ -35,6 +35,7 @@ PACKAGES = {
     "codex": ("@openai/codex",),
     "claude": ("@anthropic-ai/claude-code",),
     "opencode": (OPENCODE,),
+    "continue": ("@continuedev/cli",),
     "sdk": ("ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "@ai-sdk/anthropic", "zod"),
 }
 DONE = "All is done."
@@ -192,6 +193,29 @@ def test_opencode_does_a_task(folder: Path, tmp_path: Path) -> None:
         }
         (folder / "opencode.json").write_text(json.dumps(config))
         said = run([str(command), "run", "-m", "perdure/toy", TASK], folder)
+    assert (folder / "note.txt").read_text() == "sea\n"
+    assert DONE in said
+
+
+def test_continue_does_a_task(folder: Path, tmp_path: Path) -> None:
+    """With the recipe's own block."""
+    command = installed("continue") / ".bin" / "cn"
+    recipe = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    config = recipe.partition("## Continue")[2].partition("```yaml\n")[2].partition("```")[0]
+    write = {"name": "Write", "arguments": {"filepath": str(folder / "note.txt"), "content": "sea\n"}}
+
+    def script(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> str:
+        if messages[-1]["role"] == "tool" or not tools:
+            return DONE
+        return f"<tool_call>\n{json.dumps(write)}\n</tool_call>"
+
+    with served(script, tmp_path / "store") as server:
+        (tmp_path / "config.yaml").write_text(config.replace("http://127.0.0.1:8080", server.url))
+        said = run(
+            [str(command), "-p", "--auto", "--config", str(tmp_path / "config.yaml"), TASK],
+            folder,
+            CONTINUE_TELEMETRY_ENABLED="0",
+        )
     assert (folder / "note.txt").read_text() == "sea\n"
     assert DONE in said
 

@@ -1,6 +1,7 @@
 """Fuzzer of the server: sequences of calls that schemathesis makes up, by two keys and a client that drops.
 
-Run by itself for as long as one likes: `python -m server.fuzzing SECONDS`, in the folder tests.
+Run by itself for as long as one likes: `python -m server.fuzzing SECONDS [SEED]`, in the folder tests. A
+round that fails tells its seed; one that ever did is added to `SEEDS`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -284,24 +286,35 @@ def fuzzed(model: Any, store: Path, **settings: Any) -> Iterator[Fuzzer]:
         assert server.app_state.engine() == ("ready", 0)
 
 
-def fuzz(fuzzer: Fuzzer, *, seconds: float, told: Callable[[str], object] = print) -> None:
-    """Sequences until the time is up, and how many there were."""
-    until, start = time.monotonic() + seconds, random.SystemRandom().randrange(1 << 30)
-    rounds = 0
-    while time.monotonic() < until:
-        fuzzer.run(20, start + rounds)
-        rounds += 1
+SEEDS: tuple[int, ...] = ()
+"""Rounds that have failed once: each run begins with them."""
+
+
+def fuzz(
+    fuzzer: Fuzzer, *, seconds: float, first: int | None = None, told: Callable[[str], object] = print
+) -> None:
+    """Sequences until the time is up, and how many there were. `first` is the seed of the first round."""
+    until = time.monotonic() + seconds
+    start = random.SystemRandom().randrange(1 << 30) if first is None else first
+    for rounds, number in enumerate(chain(SEEDS if first is None else (), count(start)), 1):
+        try:
+            fuzzer.run(20, number)
+        except BaseException:
+            told(f"seed {number} ended it: `python -m server.fuzzing 1 {number}` begins with that one")
+            raise
+        if time.monotonic() >= until:
+            break
         if rounds % 10 == 0:
             told(str(fuzzer.counts))
-    told(f"{seconds:g} s from seed {start}: {fuzzer.counts}")
+    told(f"{rounds} rounds in {seconds:g} s from seed {start}: {fuzzer.counts}")
 
 
-def main(seconds: float) -> None:
+def main(seconds: float, first: int | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = zoo.write("llama", Path(folder))
         with fuzzed(path, Path(folder) / "store", threads=1, isolated=True) as fuzzer:
             try:
-                fuzz(fuzzer, seconds=seconds, told=lambda line: print(line, flush=True))
+                fuzz(fuzzer, seconds=seconds, first=first, told=lambda line: print(line, flush=True))
             except BaseException:
                 print(f"ended after {fuzzer.counts}", flush=True)
                 raise
@@ -309,4 +322,4 @@ def main(seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]))
+    main(float(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else None)

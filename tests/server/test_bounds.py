@@ -320,3 +320,68 @@ def test_stored_responses_at_hand_are_bounded_in_bytes_x13(monkeypatch: pytest.M
             assert rt.sessions._at_hand.keys() == rt.sessions._origin_bytes.keys()
         for number, response_id in enumerate(ids):
             assert client.get(f"{RESPONSES}/{response_id}").json()["metadata"] == {"n": str(number)}
+
+
+# Every field without a bound of its own: it is as large as its request may be.
+
+
+def unbounded(
+    schema: dict[str, Any], known: dict[str, Any], path: str, inside: tuple[str, ...]
+) -> Iterator[tuple[str, tuple[str, ...], str]]:
+    """Texts, lists and objects that say nothing of their size: the path, the names on the way, the kind."""
+    for name, field in schema.get("properties", {}).items():
+        place = f"{path}{name}"
+        for each in variants(field):
+            reference = each.get("$ref", "").rpartition("/")[2]
+            if reference and reference not in inside:
+                yield from unbounded(known[reference], known, f"{place}.", (*inside, reference))
+            bound = {"string": "maxLength", "array": "maxItems", "object": "maxProperties"}
+            kind = each.get("type")
+            if kind in bound and bound[kind] not in each and "enum" not in each and "const" not in each:
+                yield place, tuple(place.split(".")), kind
+
+
+def variants(field: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    choices = (*field.get("anyOf", ()), *field.get("oneOf", ()))
+    if not choices:
+        yield field
+    for each in choices:
+        yield from variants(each)
+
+
+def filled(kind: str, count: int) -> Any:
+    """A value of that kind with so many bytes in it."""
+    match kind:
+        case "string":
+            return "x" * count
+        case "array":
+            return ["x" * 98] * (count // 100)
+        case _:
+            return {f"{number:06}": "x" * 90 for number in range(count // 100)}
+
+
+@pytest.mark.parametrize("limit", ["body_bytes", "members"])
+def test_a_field_without_a_bound_of_its_own_is_bounded_by_its_request(limit: str) -> None:
+    """Class 2: whatever has no number in docs/options.md, in every protocol; no field is left out."""
+    fields = [
+        (paths[0], place, names, kind)
+        for schema, paths in request_schemas().items()
+        if paths[0].startswith(("/v1", "/api")) and "{" not in paths[0]
+        for document in [schema.model_json_schema()]
+        for place, names, kind in unbounded(document, document.get("$defs", {}), "", ())
+    ]
+    assert len(fields) > 100
+    limits: dict[str, Any] = {"body_bytes": 20_000} if limit == "body_bytes" else {"members": 100}
+    count = 0
+    with opened(toy(), n_ctx=512) as rt, live_server(rt, **limits) as server, server.client() as client:
+        for path, place, names, kind in fields:
+            if limit == "members" and kind != "object":
+                continue
+            value = filled(kind, 21_000)
+            for name in reversed(names):
+                value = {name: value}
+            answer = client.post(path, json=value)
+            assert answer.status_code == 413, (path, place, kind, answer.text[:200])
+            count += 1
+        assert client.get("/health").status_code == 200
+    print(limit, count)

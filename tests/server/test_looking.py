@@ -293,3 +293,15 @@ def test_keep_partial_is_for_sessions(held: tuple[LiveServer, Turnstile]) -> Non
         body = {"messages": [{"role": "user", "content": "hi"}], "perdure": {"keep_partial": True}}
         refused = client.post("/v1/chat/completions", json=body)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "perdure.keep_partial")
+
+
+@pytest.mark.parametrize("path", ["/v1/cache/tree?parent=x", "/v1/requests/a%20b/cancel"])
+def test_a_name_that_cannot_be_one_is_refused_in_words(
+    path: str, keyed: tuple[httpx.Client, httpx.Client]
+) -> None:
+    """Nobody reads regular expressions."""
+    answer = keyed[0].post(path, json={}) if "requests" in path else keyed[0].get(path)
+    assert answer.status_code == 400, answer.text
+    message = answer.json()["error"]["message"]
+    assert "take it from an answer as it is" in message
+    assert "^" not in message

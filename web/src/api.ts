@@ -137,6 +137,7 @@ export interface MachineModel {
   size: string;
   nbytes: number | null;
   n_ctx: number;
+  kv_type: string;
   devices: string;
   waiting: number;
   slots: Slot[];

@@ -271,6 +271,7 @@ export const texts = {
     size: "Size",
     context: "Context",
     contextTokens: (tokens: number) => `${count(tokens)} tokens a request`,
+    kvType: "K/V type",
     devices: "Devices",
     slots: "Slots",
     waiting: "Waiting",

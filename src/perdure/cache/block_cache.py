@@ -23,6 +23,7 @@ from perdure.cache.block import (
     cost_of_token,
     root_id,
 )
+from perdure.cache.eviction import Use
 from perdure.cache.kept_prefixes import KeptPrefixes, drop_plan
 from perdure.cache.prefix_search import (
     ANY_TOKEN,
@@ -102,6 +103,7 @@ class BlockCache:
         self.tiers = tiers
         self.events = events or EventHub()
         self._exact = exact
+        self.eviction = tiers.memory.eviction
         self.rule: ReuseRule = AT_TAIL_STATES if context.memory.needs_checkpoint else ANY_TOKEN
         self._context = context
         self._size = block_size
@@ -125,24 +127,32 @@ class BlockCache:
         return needed <= self.tiers.memory.budget
 
     def store(
-        self, seq: int, namespace: str, checkpoints: Mapping[int, NDArray[np.uint8]], length: int
+        self,
+        seq: int,
+        namespace: str,
+        checkpoints: Mapping[int, NDArray[np.uint8]],
+        length: int,
+        use: Use | None = None,
     ) -> None:
         """Copy the first `length` tokens of `seq`, and its tail states at the lengths of its checkpoints, as
-        far as they are new and there is room."""
+        far as they are new and there is room. `use` says whose they are."""
         adapters = self._context.adapters_of(seq)
-        self._store(seq, self.root(namespace, adapters.held(length)), checkpoints, length)
+        use = use or Use(namespace)
+        self._store(seq, self.root(namespace, adapters.held(length)), checkpoints, length, use)
         if adapters.before is not None and adapters.start < length:
             # The next prompt may switch the adapter on elsewhere, and have in common what comes before both.
             start = int(adapters.start)
-            self._store(seq, self.root(namespace, adapters.before), checkpoints, start)
+            self._store(seq, self.root(namespace, adapters.before), checkpoints, start, use)
 
     def _store(
-        self, seq: int, root: BlockId, checkpoints: Mapping[int, NDArray[np.uint8]], length: int
+        self, seq: int, root: BlockId, checkpoints: Mapping[int, NDArray[np.uint8]], length: int, use: Use
     ) -> None:
         tokens = self._context.token_array(seq, 0, length)
         if not self.tiers.memory.budget or not len(tokens):
             return
         points = {end: state for end, state in checkpoints.items() if end <= length}
+        if use.is_known:
+            self._name_parts(root, tokens, points, use)
         new: dict[BlockId, Block] = {}
         at_end = len(tokens) == self._context.length(seq)
         if not self._has_all(root, tokens, points, at_end=at_end):
@@ -155,6 +165,15 @@ class BlockCache:
             names = [block_id(parent, tokens[a:b]) for parent, a, b in self._ranges(root, tokens, points)]
             blocks = (new.get(name) or self.tiers.memory.lookup(name) for name in names)
             self.tiers.store_lower([block for block in blocks if block is not None])
+
+    def _name_parts(self, root: BlockId, tokens: Ids, points: Iterable[int], use: Use) -> None:
+        """Have it known whose the blocks of a sequence are, before there are any."""
+        tails = [
+            block_id(parent, tokens[start:end])
+            for parent, start, end in self._ranges(root, tokens, points)
+            if end - start < self._size
+        ]
+        self.eviction.write(list(self._names.of(root, tokens)), tails, use)
 
     def _tell_stored(self, blocks: Sequence[Block], evicted: int) -> None:
         memory = self.tiers.memory
@@ -198,7 +217,8 @@ class BlockCache:
         while missing:
             some, parent = missing[:ahead], missing[0][0]
             total = sum(map(room, some))
-            if not memory.make_room(total, keep=parent):
+            standing = max(self.eviction.standing(block_id(p, tokens[a:b])) for p, a, b in some)
+            if not memory.make_room(total, keep=parent, standing=standing):
                 if len(some) > 1:
                     ahead = 1
                     continue
@@ -248,6 +268,15 @@ class BlockCache:
             return not needs_tail and len(tokens) < self._size and memory.covers(parent, tokens)
         return known.has_tail_state or not needs_tail
 
+    def use(self, tokens: Ids, use: Use, adapters: AdapterSet | None = None) -> BlockId | None:
+        """A request has these tokens for its prompt: have it known whose their blocks are. Gives the last
+        whole one."""
+        if not use.is_known:
+            return None
+        names = list(self._names.of(self.root(use.namespace, adapters, len(tokens)), tokens))
+        self.tiers.revalue(self.eviction.use(names, use))
+        return names[-1] if names else None
+
     def names(
         self, tokens: Ids, namespace: str, length: int, adapters: AdapterSet | None = None
     ) -> Iterator[tuple[BlockId, int]]:
@@ -273,7 +302,9 @@ class BlockCache:
             if len(self._identities) >= _IDENTITIES:
                 self._identities.clear()
             self._identities[identity.digest] = identity
-        return self._root_of(identity, namespace)
+        root = self._root_of(identity, namespace)
+        self.eviction.owns(root, namespace)
+        return root
 
     def _root_of(self, identity: Identity, namespace: str) -> BlockId:
         # What was computed in steps of other sizes, or by another number of threads, is other bits.

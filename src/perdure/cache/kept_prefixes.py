@@ -206,8 +206,15 @@ class KeptPrefixes:
     """
 
     def __init__(
-        self, prefixes: Iterable[KeptPrefix] = (), *, limit: int = PREFIXES, budget: int = PREFIX_BYTES
+        self,
+        prefixes: Iterable[KeptPrefix] = (),
+        *,
+        limit: int = PREFIXES,
+        budget: int = PREFIX_BYTES,
+        changed: Callable[[KeptPrefix, bool], None] = lambda prefix, listed: None,
     ) -> None:
+        """`changed` hears of each prefix that is listed (True) or is not any more."""
+        self._changed = changed
         self.held = HeldBlocks(0)
         self.nbytes = 0
         """What listing takes."""
@@ -290,6 +297,7 @@ class KeptPrefixes:
         place = self._places[prefix.id] = self._last.to_bytes(8, "big")
         self._spaces.setdefault(prefix.namespace, SortedKeys()).add(place, prefix)
         self.nbytes += prefix.nbytes
+        self._changed(prefix, True)
 
     def remove(self, prefix: KeptPrefix) -> None:
         key = prefix.root + key_of(prefix.ids)
@@ -302,8 +310,11 @@ class KeptPrefixes:
         prefixes.remove(self._places.pop(known.id))
         if not len(prefixes):
             del self._spaces[known.namespace]
+        self._changed(known, False)
 
     def clear(self) -> None:
+        for prefix in self.all():
+            self._changed(prefix, False)
         self.held.clear()
         self._spaces, self._places, self._keys, self.nbytes = {}, {}, SortedKeys(), 0
 

@@ -36,6 +36,8 @@ class CacheStats:
     tier_bytes: dict[str, int]
     """What each tier behind the memory keeps, by its name."""
     evicted: int
+    evicted_as: dict[str, int]
+    """What the evicted blocks were: `superseded`, `side`, `conversation`, `shared` or `kept`."""
     records: int
     record_bytes: int
     reused_tokens: dict[str, int]
@@ -365,6 +367,7 @@ class PrefixCache:
             disk_bytes=tiers.get("disk"),
             tier_bytes=tiers,
             evicted=memory.evicted,
+            evicted_as=dict(memory.evicted_as),
             records=len(self._kept),
             record_bytes=self._kept.nbytes,
             reused_tokens=dict(self._slots.reused),

@@ -97,6 +97,7 @@ class ChatFormat:
         namespace: str,
         known: Transcript | None,
         adapters: Mapping[str, float] | None,
+        conversation: str = "",
     ) -> None:
         """Have what a prompt of these messages and one more begins with read while the engine is idle."""
         chosen = self._for(options)
@@ -106,6 +107,7 @@ class ChatFormat:
             budget=options.settle,
             namespace=namespace,
             adapters=adapters,
+            conversation=conversation,
         )
 
     def prompt(
@@ -154,15 +156,19 @@ class ChatFormat:
         known: Transcript | None = None,
         before: Rendering | None = None,
         silent: bool = False,
+        conversation: str = "",
         **asked: Unpack[TurnKeywords],
     ) -> ExchangePlan:
         """The plan of a reply to messages, or of several: for a `Stream` on the backend of this format.
 
         `known` is a transcript that the messages may go on from, and `before` how their beginning was
-        rendered. Of a `silent` reply the stream's caller gets no deltas.
+        rendered. Of a `silent` reply the stream's caller gets no deltas. `conversation` tells it from others;
+        empty: by the messages that it has in common with earlier ones.
         """
         options, settings = ChatOptions.split(asked)
-        return self._for(options)._plan(messages, options, settings, namespace, known, before, silent)
+        return self._for(options)._plan(
+            messages, options, settings, namespace, known, before, silent, conversation
+        )
 
     def _plan(
         self,
@@ -173,6 +179,7 @@ class ChatFormat:
         known: Transcript | None,
         before: Rendering | None,
         silent: bool,
+        conversation: str,
     ) -> ExchangePlan:
         # From here on: what goes on from this request, if anything does, ends at the same instant.
         deadline = take_deadline(settings)
@@ -184,6 +191,7 @@ class ChatFormat:
         request = Request.of(
             prompt.transcript.tokens,
             namespace=namespace,
+            conversation=conversation or prompt.conversation,
             checkpoint_at=prompt.checkpoint_at,
             pins=prompt.pins,
             visible_tokens=self._visible_tokens,
@@ -247,6 +255,7 @@ class ChatFormat:
         if (
             options.settle
             and request.n == 1
+            and not request.side
             and prompt.prefill is None
             and reply.finish_reason in ("stop", "tool_calls")
         ):
@@ -257,6 +266,7 @@ class ChatFormat:
                 namespace=namespace,
                 known=exchanges[0].transcript,
                 adapters=request.adapters,
+                conversation=request.conversation,
             )
         return exchanges
 

@@ -122,6 +122,13 @@ class PastPrompt:
     variables: Mapping[str, Any]
     text: str
     """All that the model read and wrote."""
+    conversation: str = ""
+    """What tells its conversation from others."""
+
+    def is_said_in(self, messages: Sequence[Message]) -> bool:
+        """Whether a conversation of these messages is the same one: a reply is in both."""
+        said = {_key(message) for message in messages if message.role == "assistant"}
+        return any(message.role == "assistant" and _key(message) in said for message in self.messages)
 
     @property
     def size(self) -> int:

@@ -288,6 +288,7 @@ def summary(
         **settings,
         "overflow": "error",
         "reasoning": "hide",
+        "side": True,
     }
     request = Message(role="user", content=SUMMARY_REQUEST)
     passes = SummaryPasses(messages, lambda part: fits([*part, request], options))

@@ -4,6 +4,7 @@ before calls of tools among them."""
 from __future__ import annotations
 
 import re
+import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -54,6 +55,8 @@ class Prompt:
     """Tokens that were read or written in that prompt."""
     past: PastPrompt | None = None
     """That prompt."""
+    conversation: str = ""
+    """What tells its conversation from others, as far as can be told by the messages."""
     about: tuple[tuple[Message, ...], tuple[Tool, ...], Mapping[str, Any]] = ((), (), MappingProxyType({}))
     """Messages, tools and variables that it was made of."""
 
@@ -148,6 +151,9 @@ class PromptBuilder:
             difference=difference,
             expected=expected,
             past=past,
+            conversation=(
+                past.conversation if past is not None and past.is_said_in(messages) else secrets.token_hex(8)
+            ),
             about=(messages, options.tools, normalised.variables),
         )
 
@@ -161,7 +167,7 @@ class PromptBuilder:
         """Remember a prompt with the reply to it, for prompts that go on from both."""
         self._transcript_cache.store(whole, namespace)
         messages, tools, variables = prompt.about
-        past = PastPrompt((*messages, reply), tools, variables, whole.text)
+        past = PastPrompt((*messages, reply), tools, variables, whole.text, prompt.conversation)
         goes_on = prompt.past is not None and prompt.difference is None
         self._past.store(past, namespace, prompt.past if goes_on else None)
         self._reasoning_cache.store(asked, reply, namespace)

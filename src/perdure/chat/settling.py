@@ -55,6 +55,7 @@ class Settler:
         budget: int,
         namespace: str,
         adapters: Mapping[str, float] | None,
+        conversation: str = "",
     ) -> None:
         """Have read what `beginning` gives, up to `budget` tokens behind those that were `read` already."""
 
@@ -71,6 +72,7 @@ class Settler:
                 sampling=Sampling(temperature=0),
                 namespace=namespace,
                 adapters=adapters,
+                conversation=conversation,
                 idle=True,
             )
 

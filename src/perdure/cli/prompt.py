@@ -35,6 +35,8 @@ def split_model(words: Sequence[str] | None, model: str | None) -> tuple[str | N
         return first, rest
     if _is_short_name(first):
         return (first, rest) if not rest or _means_model(first) else (None, found)
+    if rest and (names := _misspelt(first)):
+        terminal.note(f"{first} is part of the prompt; a model of nearly that name is {names[0]}")
     return None, found
 
 
@@ -46,6 +48,14 @@ def _is_short_name(word: str) -> bool:
     if any(letter.isspace() for letter in word):
         return False
     return catalogue.find(word) is not None or catalogue.is_like_a_name(word) or find_ollama(word) is not None
+
+
+def _misspelt(word: str) -> tuple[str, ...]:
+    """The names that a word is like, if it has a number as they do: `lama3.2`."""
+    from perdure.models import catalogue
+
+    is_name = any(letter.isdigit() for letter in word) and any(letter.isalpha() for letter in word)
+    return catalogue.near(word) if is_name and len(word.split()) == 1 else ()
 
 
 def _means_model(word: str) -> bool:

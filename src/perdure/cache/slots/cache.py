@@ -10,8 +10,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.cache.block import BLOCK, Block, BlockId, PrefixHit
+from perdure.cache.block import BLOCK, Block, BlockId, PrefixHit, chain
 from perdure.cache.block_cache import BlockCache
+from perdure.cache.eviction import Eviction, Use
 from perdure.cache.kept_prefixes import KeptPrefixes
 from perdure.cache.slots.checkpoints import PrefixHash, SlotCheckpoints
 from perdure.cache.slots.placement import Placement, Slot, SlotPlanner, SlotTable, why_not_more
@@ -48,6 +49,7 @@ class SwapSlots:
         slots: Sequence[Slot],
         checkpoints: SlotCheckpoints,
         *,
+        eviction: Eviction,
         store: Callable[[Slot], None],
         changed: Callable[[int], None],
     ) -> None:
@@ -57,6 +59,7 @@ class SwapSlots:
         self._checkpoints = checkpoints
         self._slots = list(slots)
         """The one that was filled longest ago comes first."""
+        self._eviction = eviction
         self._store = store
         self._changed = changed
 
@@ -64,7 +67,10 @@ class SwapSlots:
         return slot in self._slots
 
     def swap_out(self, slot: Slot, source: object) -> bool:
-        """Copy what `slot` holds into a swap slot other than `source`; False where that cannot be."""
+        """Copy what `slot` holds into a swap slot other than `source`; False where that cannot be, or nobody
+        is expected to go on from it."""
+        if slot.standing(self._eviction).is_unwanted:
+            return False
         places = [each for each in self._slots if each is not source]
         if not places:
             return False
@@ -82,6 +88,7 @@ class SwapSlots:
             self._context.clear(place.seq)
             return False
         place.namespace, place.exact = slot.namespace, slot.exact
+        place.use, place.tip = slot.use, slot.tip
         self._checkpoints.copy(slot.seq, place.seq)
         return True
 
@@ -123,7 +130,9 @@ class SlotSwapper:
         changed: Callable[[int], None],
     ) -> None:
         """`slots` are all that the context has, and `swap_slots` those of them that serve no request."""
-        self._swap_slots = SwapSlots(context, swap_slots, checkpoints, store=self.store, changed=changed)
+        self._swap_slots = SwapSlots(
+            context, swap_slots, checkpoints, eviction=blocks.eviction, store=self.store, changed=changed
+        )
         self._context = context
         self._slots = slots
         self._blocks = blocks
@@ -220,7 +229,7 @@ class SlotSwapper:
             if self._exact is not None:
                 length = self.reusable_length(min(length, slot.exact))
             states = {point.length: point.state for point in self._checkpoints.on_path(slot.seq)}
-            self._blocks.store(slot.seq, slot.namespace, states, length)
+            self._blocks.store(slot.seq, slot.namespace, states, length, slot.use)
 
     def empty(self, slot: Slot) -> None:
         """Let go of what `slot` holds."""
@@ -284,26 +293,33 @@ class SlotCache:
         exact: int | None = None,
         swap_slots: int = 0,
         events: EventHub | None = None,
+        eviction: Eviction | None = None,
     ) -> None:
         """Behind the memory lie the tiers `lower`, the fastest first.
 
         The last `swap_slots` sequences of the context serve no request: conversations wait in them.
 
         With `exact`, prompts are computed in steps of so many tokens, each alone: only what was computed
-        in just those steps is used again, so that the next reply has the bits of a cold one."""
+        in just those steps is used again, so that the next reply has the bits of a cold one.
+
+        `eviction` says what goes first where there is no room."""
         self._exact = exact
         if exact is not None:
             block_size, spacing = exact, max(1, spacing // exact) * exact
+        self._block_size = block_size
         self.budget = budget
-        self.kept = KeptPrefixes()
+        self.kept = KeptPrefixes(changed=self._kept_changed)
         # Checkpoints, blocks, and the memory through which states pass on their way keep to one budget.
         held = self.kept.held
+        self.eviction = eviction or Eviction()
+        self.eviction.pinned = held.holds
         self._checkpoints = SlotCheckpoints.of(context, budget=budget, spacing=spacing, pinned=held.holds)
         scratch = context.limit_scratch(budget // 8)
-        self.tier = MemoryTier(budget - self._checkpoints.budget - scratch, pinned=held.holds)
+        self.tier = MemoryTier(budget - self._checkpoints.budget - scratch, eviction=self.eviction)
         held.budget = min([self.tier.budget, *(each.tier.budget for each in lower)]) // 2
         for each in lower:
             each.tier.pinned = held.holds
+            each.tier.eviction = self.eviction
         self.tiers = Tiers(self.tier, lower)
         self.reused: dict[str, int] = {}
         self.computed = 0
@@ -349,6 +365,8 @@ class SlotCache:
         adapters: AdapterSet | None = None,
         reuse: bool = True,
         pins: Sequence[KeptPrefix] = (),
+        conversation: str = "",
+        side: bool = False,
     ) -> SlotAssignment | PendingPrefix | None:
         idle = self.table.idle
         if not idle.any():
@@ -357,6 +375,8 @@ class SlotCache:
         refusal = self.planner.inexact if reuse else "reuse was not wanted"
         reusable = tokens if refusal is None else tokens[:0]
         hit = self.blocks.lookup(reusable, namespace, adapters)
+        use = Use(namespace, conversation, side)
+        tip = self.blocks.use(tokens, use, adapters)
         choice = self.planner.choose(idle, tokens, reusable, namespace, adapters, hit)
         # What a busy sequence has so far does not count: the rest of it is worth waiting for too.
         if choice.shared.max() - choice.from_idle >= _WORTH_WAITING:
@@ -371,6 +391,7 @@ class SlotCache:
         self._checkpoints.thin_out()
         reused = sum(tiers.values())
         self.table.acquire(slot, namespace)
+        slot.use, slot.tip = use, tip
         self._checkpoints.start(slot.seq)
         try:
             slot.exact = self.reusable_length(len(reusable))
@@ -511,6 +532,12 @@ class SlotCache:
         self.tiers.store_lower([block for block in hit.blocks if isinstance(block, Block)])
         return hit.length, self.blocks.root(namespace, adapters)
 
+    def _kept_changed(self, prefix: KeptPrefix, listed: bool) -> None:
+        """A warmed prefix is listed, or is not any more."""
+        names = list(chain(BlockId(prefix.root), prefix.ids, self._block_size))
+        (self.eviction.keep if listed else self.eviction.release)(names)
+        self.tiers.revalue(names)
+
     def _chosen(self, adapters: AdapterSet | None) -> AdapterSet:
         return self.context.adapters if adapters is None else adapters
 
@@ -527,6 +554,7 @@ class SlotCache:
         """Drop everything."""
         self.blocks.clear()
         self.kept.clear()
+        self.eviction.clear()
         self.reused, self.computed = {}, 0
         # What is left in it of states that passed goes too.
         self.context.limit_scratch(0)

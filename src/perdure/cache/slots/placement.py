@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.cache.block import PrefixHit
+from perdure.cache.block import BlockId, PrefixHit
 from perdure.cache.block_cache import BlockCache
+from perdure.cache.eviction import Eviction, Standing, Use, worth
 from perdure.cache.prefix_search import common_prefix_length
 from perdure.cache.slots.checkpoints import SlotCheckpoints
 from perdure.decode.slots import PendingPrefix
@@ -45,12 +46,22 @@ class Slot:
     seq: int
     busy: bool = False
     namespace: str = ""
+    use: Use = field(default_factory=Use)
+    """Who has it, or had it last."""
+    tip: BlockId | None = None
+    """The last whole block of the prompt that it was given for."""
     exact: int = 0
     """Tokens of it, from the first on, that were or will be computed in the steps of exact mode."""
     forget: bool = False
     """What it holds was cleared while it was busy: it goes when that is over."""
     tokens: Ids = field(default_factory=lambda: _NOTHING)
     """What it holds as far as is known, or is about to hold."""
+
+    def standing(self, eviction: Eviction) -> Standing:
+        """What its sequence is to those who may ask for it again."""
+        if self.use.side:
+            return Standing.SIDE
+        return Standing.CONVERSATION if self.tip is None else eviction.standing(self.tip)
 
 
 class SlotTable:
@@ -155,6 +166,8 @@ class SlotView:
     lengths: Counts
     restorable: Counts
     """How many tokens of the prompt each can be brought to."""
+    unwanted: NDArray[np.bool_] | None = None
+    """Which hold what nobody is expected to go on from. None: none of them."""
 
 
 def choose(
@@ -178,12 +191,15 @@ def choose(
     all_fit = bool(fits(largest))
     room = all_fit or fits(lengths)
     moving = lengths * (_TAKE_OUT + _PUT_BACK) + _PLACE if largest else None
+    unwanted = np.zeros(len(seqs), bool) if slots.unwanted is None else slots.unwanted[seqs]
 
     def displaced(used_again: Counts | int) -> NDArray[np.float64]:
         """What it costs to move out, or to lose, what the idle slots hold beyond what is `used_again`."""
         if moving is None:
             return np.zeros(len(seqs))
         cost = moving if all_fit else np.where(room, moving, (lengths - used_again) * _LOST + _PLACE)
+        # Nobody will put it back, and it may be lost.
+        cost = np.where(unwanted, lengths * _TAKE_OUT, cost)
         return np.where(lengths > used_again, cost, 0.0)
 
     moved = displaced(0)
@@ -300,7 +316,14 @@ class SlotPlanner:
             copy *= _ON_DEVICE
         # Whether reading beats computing is for the measured rates to say.
         ways = self._blocks.tiers.ways(hit, self._blocks.rule)
-        view = SlotView(idle=idle, used=table.used, lengths=lengths, restorable=restorable)
+        standings = [slot.standing(self._blocks.eviction) for slot in table.all]
+        view = SlotView(
+            idle=idle,
+            used=np.array([worth(*each, 0) for each in zip(standings, table.used.tolist(), strict=True)]),
+            lengths=lengths,
+            restorable=restorable,
+            unwanted=np.array([standing.is_unwanted for standing in standings]),
+        )
         best, from_idle, from_anywhere = choose(
             len(tokens), view, ways, fits=self._blocks.fits, copy=copy if copies else None
         )

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import ClassVar
 
 from perdure.cache.block import Block, BlockId, BlockMeta
+from perdure.cache.eviction import Eviction
 from perdure.decode.slots import KeptPrefix
 
 
@@ -45,6 +46,8 @@ class BlockTier(ABC):
     def __init__(self) -> None:
         self.pinned: Callable[[BlockId], bool] = lambda block: False
         """What is not evicted for now. It is less than the budget."""
+        self.eviction = Eviction()
+        """What blocks are worth: those of the least worth are evicted first."""
 
     @property
     @abstractmethod
@@ -78,6 +81,9 @@ class BlockTier(ABC):
     @abstractmethod
     def clear(self) -> None:
         """Forget every block."""
+
+    def revalue(self, blocks: Iterable[BlockId]) -> None:  # noqa: B027
+        """What these are worth is another now. It never waits, and may be left out."""
 
     @abstractmethod
     def close(self) -> None: ...

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -31,7 +30,10 @@ class BlockTable:
         """`tier` is the name of the tier whose blocks these are."""
         self._index = index
         self._tier = tier
-        self._clock = itertools.count(1 + self._total("clock"))
+        self._clock = self._total("clock")
+        """Bytes that were stored so far, and a byte for each use."""
+        self.worth: Callable[[BlockId, int], int] = lambda block, clock: clock
+        """What a block is worth that is used at a time of the clock."""
         self._touched: dict[BlockId, int] = {}
         self._count, self.nbytes = self._total("blocks"), self._total("nbytes")
 
@@ -75,12 +77,16 @@ class BlockTable:
         """All rows by the ids in them, believed or not."""
         return {row[0]: row for row in self._index.rows(_SELECT)}
 
-    def oldest_leaf(self, spared: Callable[[BlockId], bool]) -> BlockId | None:
-        """The leaf that was used longest ago, of those that are not spared."""
+    def least_worth(self, spared: Callable[[BlockId], bool]) -> tuple[BlockId, int] | None:
+        """The leaf of the least worth, of those that are not spared, and what it is worth."""
         limit = 1
         while True:
-            leaves = self._index.rows("SELECT id FROM block WHERE leaf = 1 ORDER BY used LIMIT ?", limit)
-            found = next((BlockId(name) for (name,) in leaves if not spared(BlockId(name))), None)
+            leaves = self._index.rows(
+                "SELECT id, used FROM block WHERE leaf = 1 ORDER BY used LIMIT ?", limit
+            )
+            found = next(
+                ((BlockId(name), _number(used)) for name, used in leaves if not spared(BlockId(name))), None
+            )
             if found is not None or len(leaves) < limit:
                 return found
             limit *= 2
@@ -97,7 +103,7 @@ class BlockTable:
                 for name, value in (
                     ("blocks", self._count),
                     ("nbytes", self.nbytes),
-                    ("clock", next(self._clock)),
+                    ("clock", self._tick()),
                 ):
                     self._index.run("INSERT OR REPLACE INTO total VALUES (?, ?)", name, value)
         except BaseException:
@@ -118,7 +124,7 @@ class BlockTable:
             block.tokens.astype("<i4").tobytes(),
             block.has_tail_state,
             size,
-            next(self._clock) if used is None else used,
+            self.worth(block.id, self._tick(size)) if used is None else used,
             block.id,
         )
         self._index.run("UPDATE block SET leaf = 0 WHERE id = ? AND leaf = 1", block.parent)
@@ -142,7 +148,7 @@ class BlockTable:
 
     def touch(self, block: BlockId) -> None:
         """Note that a block was used just now; it is written down with the next change."""
-        self._touched[block] = next(self._clock)
+        self._touched[block] = self.worth(block, self._tick())
 
     @property
     def has_touched(self) -> bool:
@@ -183,6 +189,10 @@ class BlockTable:
                 yield BlockMeta(
                     BlockId(name), BlockId(parent), start, ids, bool(has_tail_state), nbytes, self._tier
                 )
+
+    def _tick(self, nbytes: int = 1) -> int:
+        self._clock += nbytes
+        return self._clock
 
     def _total(self, name: str) -> int:
         found = self._index.rows("SELECT value FROM total WHERE name = ?", name)

@@ -278,6 +278,11 @@ class DiskTier(BlockTier):
                 )
             )
 
+    def revalue(self, blocks: Iterable[BlockId]) -> None:
+        if not self.readonly:
+            for block in blocks:
+                self.table.touch(block)
+
     def clear(self) -> None:
         """Forget every block, and whatever else lies about."""
         with self._changing:
@@ -366,6 +371,7 @@ class DiskTier(BlockTier):
         self.index = Index(self._index, readonly=self.readonly)
         try:
             self.table = BlockTable(self.index, self.name)
+            self.table.worth = lambda block, clock: self.eviction.worth(block, clock, self.budget)
             self.prefix_table = PrefixTable(self.index, self.table)
         except BaseException:
             self.index.close()
@@ -455,11 +461,11 @@ class DiskTier(BlockTier):
             self.table.flush_touches()
             for block, end in zip(blocks, ends, strict=True):
                 while block.file_size <= self.budget < self.nbytes + end:
-                    leaf = self.table.oldest_leaf(lambda each: each in own or self.pinned(each))
-                    if leaf is None:
+                    leaf = self.table.least_worth(lambda each: each in own or self.pinned(each))
+                    if leaf is None or not self.eviction.may_evict(block.id, leaf[1]):
                         break
-                    victims.append(leaf)
-                    self.table.remove(leaf)
+                    victims.append(leaf[0])
+                    self.table.remove(leaf[0])
                 if self.nbytes + end > self.budget:
                     break
                 count += 1

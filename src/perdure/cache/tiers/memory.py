@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.cache.block import Block, BlockId
+from perdure.cache.eviction import Eviction, Standing
 from perdure.cache.prefix_search import ChildIndex, beginnings, continuations, key_of
 
 _REMEMBERED = 4096
@@ -30,7 +31,9 @@ class _Node:
     parent: BlockId
     key: bytes
     block: Block
-    used: int
+    owner: str
+    """Whose it is: the namespace that its chain starts in."""
+    worth: int = 0
     children: ChildIndex | None = None
     """None: nothing follows it, as with most."""
     pins: int = 0
@@ -39,22 +42,31 @@ class _Node:
 class MemoryTier:
     """Blocks in this process, the first tier. Only the engine thread calls it, and nothing in it waits.
 
-    Always holds: it is never over budget, not even for a moment; leaves go first, oldest first.
+    Always holds: it is never over budget, not even for a moment; leaves go first, those of the least worth
+    before others, and of a namespace within its share only for its own blocks.
     """
 
     name = Block.tier
 
-    def __init__(self, budget: int, *, pinned: Callable[[BlockId], bool] = lambda block: False) -> None:
-        """What is `pinned` is not evicted. It must be less than the budget."""
+    def __init__(self, budget: int, *, eviction: Eviction | None = None) -> None:
+        """`eviction` says what blocks are worth. What it has pinned must be less than the budget."""
         self.budget = budget
-        self._pinned = pinned
+        self.eviction = eviction or Eviction()
         self.nbytes = 0
         self.state_bytes = 0
         self.evicted = 0
+        self.evicted_as: dict[str, int] = {}
+        """How many were evicted, by their standing."""
         self._nodes: dict[BlockId, _Node] = {}
         self._roots: dict[BlockId, ChildIndex] = {}
-        self._queue: list[tuple[int, BlockId]] = []
+        self._queues: dict[str, list[tuple[int, BlockId]]] = {}
+        """The leaves of each owner, those of the least worth first."""
+        self._held: dict[str, int] = {}
+        """Bytes of each owner."""
+        self._seen: dict[str, int] = {}
+        """When something of an owner was last used."""
         self._clock = 0
+        """Bytes that were stored so far, and a byte for each use."""
         self._gone: dict[BlockId, None] = {}
 
     def __len__(self) -> int:
@@ -105,13 +117,14 @@ class MemoryTier:
         is_first = (above.children if above else self._roots.get(block.parent)) is None
         if not is_first and block.tail_state is None and self.covers(block.parent, block.tokens):
             return True
-        if not self.make_room(block.nbytes, keep=block.parent):
+        owner = above.owner if above else self.eviction.owner(block.parent)
+        standing = self.eviction.standing(block.id)
+        if not self.make_room(block.nbytes, keep=block.parent, owner=owner, standing=standing):
             return False
         if not is_first:
             self._drop_beginnings(block)
-        self._clock += 1
         key = key_of(block.tokens)
-        node = self._nodes[block.id] = _Node(block.id, block.parent, key, block, self._clock)
+        node = self._nodes[block.id] = _Node(block.id, block.parent, key, block, owner)
         if above is None:
             self._roots.setdefault(block.parent, ChildIndex()).add(key, block.id)
         else:
@@ -119,9 +132,16 @@ class MemoryTier:
                 above.children = ChildIndex()
             above.children.add(key, block.id)
         self._gone.pop(block.id, None)
-        self._count(block, 1)
-        self._offer(node)
+        self._count(node, block, 1)
+        self._clock += block.nbytes
+        self._touch(node)
         return True
+
+    def revalue(self, blocks: Iterable[BlockId]) -> None:
+        """The standing of these is another now."""
+        for block in blocks:
+            if node := self._nodes.get(block):
+                self._touch(node)
 
     def drop(self, block: BlockId) -> None:
         """Forget a block and all that follow it."""
@@ -143,16 +163,36 @@ class MemoryTier:
                 node.pins -= 1
                 self._offer(node)
 
-    def make_room(self, size: int, keep: BlockId) -> bool:
-        """Evict until `size` more bytes fit, but not the block `keep`. False: they cannot."""
+    def make_room(
+        self,
+        size: int,
+        keep: BlockId,
+        *,
+        owner: str | None = None,
+        standing: Standing = Standing.CONVERSATION,
+    ) -> bool:
+        """Evict until `size` more bytes fit, but not the block `keep`. False: they cannot.
+
+        They are of `owner` (None: of the one that has `keep`) and of this standing: what is unwanted evicts
+        only its like."""
         if size > self.budget:
             return False
+        if owner is None:
+            above = self._nodes.get(keep)
+            owner = above.owner if above else self.eviction.owner(keep)
         while self.nbytes + size > self.budget:
-            victim = self._oldest_leaf(keep)
+            victim = self._least_worth(keep, owner, size)
             if victim is None:
                 return False
+            found = self.eviction.standing(victim.id)
+            if standing.is_unwanted and not found.is_unwanted:
+                return False
+            queue = self._queues[victim.owner]
+            if queue[0][1] == victim.id:
+                heapq.heappop(queue)
             self._remove(victim)
             self.evicted += 1
+            self.evicted_as[found.name.lower()] = self.evicted_as.get(found.name.lower(), 0) + 1
             self._gone[victim.id] = None
             if len(self._gone) > _REMEMBERED:
                 self._gone.pop(next(iter(self._gone)))
@@ -164,8 +204,11 @@ class MemoryTier:
     def clear(self) -> None:
         self._nodes.clear()
         self._roots.clear()
-        self._queue.clear()
+        self._queues.clear()
+        self._held.clear()
+        self._seen.clear()
         self._gone.clear()
+        self.evicted_as.clear()
         self.nbytes = self.state_bytes = self.evicted = 0
 
     # Inside.
@@ -185,50 +228,68 @@ class MemoryTier:
 
     def _touch(self, node: _Node) -> None:
         self._clock += 1
-        node.used = self._clock
+        self._seen[node.owner] = self._clock
+        node.worth = self.eviction.worth(node.id, self._clock, self.budget)
         self._offer(node)
 
     def _offer(self, node: _Node) -> None:
         if node.children is None and not node.pins:
-            heapq.heappush(self._queue, (node.used, node.id))
-            if len(self._queue) > 64 + 4 * len(self._nodes):
-                self._queue = [
-                    (n.used, i) for i, n in self._nodes.items() if n.children is None and not n.pins
+            queue = self._queues.setdefault(node.owner, [])
+            heapq.heappush(queue, (node.worth, node.id))
+            if len(queue) > 64 + 4 * len(self._nodes):
+                queue[:] = [
+                    (each.worth, name)
+                    for name, each in self._nodes.items()
+                    if each.children is None and not each.pins and each.owner == node.owner
                 ]
-                heapq.heapify(self._queue)
+                heapq.heapify(queue)
 
-    def _oldest_leaf(self, keep: BlockId) -> _Node | None:
+    def _least_worth(self, keep: BlockId, owner: str, size: int) -> _Node | None:
+        """The leaf to go for `size` more bytes of `owner`."""
+        payers = self.eviction.payers(owner, size, self._held, self._seen, self._clock, self.budget)
+        # Where all that they have is in use, whoever asks pays.
+        for owners in (payers, [owner]):
+            leaves = [leaf for each in owners if (leaf := self._first_leaf(each, keep)) is not None]
+            if leaves:
+                return min(leaves, key=lambda leaf: leaf.worth)
+        return None
+
+    def _first_leaf(self, owner: str, keep: BlockId) -> _Node | None:
+        """The leaf of the least worth of an owner, which stays in its queue."""
+        queue = self._queues.get(owner, [])
         spared: list[tuple[int, BlockId]] = []
-        oldest = None
-        while self._queue and oldest is None:
-            used, block = heapq.heappop(self._queue)
+        first = None
+        while queue and first is None:
+            worth, block = queue[0]
             node = self._nodes.get(block)
             # The queue may hold old entries: what counts is the node as it is now.
-            if node is None or node.used != used or node.children is not None or node.pins:
-                continue
-            if block == keep or self._pinned(block):
-                spared.append((used, block))
-                continue
-            oldest = node
+            if node is None or node.worth != worth or node.children is not None or node.pins:
+                heapq.heappop(queue)
+            elif block == keep or self.eviction.pinned(block):
+                spared.append(heapq.heappop(queue))
+            else:
+                first = node
         for entry in spared:
-            heapq.heappush(self._queue, entry)
-        return oldest
+            heapq.heappush(queue, entry)
+        return first
 
     def _replace(self, node: _Node, block: Block) -> bool:
         """The same tokens with more of their state."""
         node.pins += 1
-        fits = self.make_room(block.nbytes - node.block.nbytes, keep=block.id)
+        more = block.nbytes - node.block.nbytes
+        standing = self.eviction.standing(block.id)
+        fits = self.make_room(more, keep=block.id, owner=node.owner, standing=standing)
         node.pins -= 1
         if fits:
-            self._count(node.block, -1)
+            self._count(node, node.block, -1)
             node.block = block
-            self._count(block, 1)
+            self._count(node, block, 1)
         self._offer(node)
         return fits
 
     def _remove(self, node: _Node) -> None:
         del self._nodes[node.id]
-        self._count(node.block, -1)
+        self._count(node, node.block, -1)
         if parent := self._nodes.get(node.parent):
             assert parent.children is not None
             parent.children.remove(node.key)
@@ -240,6 +301,13 @@ class MemoryTier:
             if not len(siblings):
                 del self._roots[node.parent]
 
-    def _count(self, block: Block, sign: int) -> None:
+    def _count(self, node: _Node, block: Block, sign: int) -> None:
         self.nbytes += sign * block.nbytes
         self.state_bytes += sign * block.state_bytes
+        self._held[node.owner] = self._held.get(node.owner, 0) + sign * block.nbytes
+        self._seen.setdefault(node.owner, self._clock)
+        if not self._held[node.owner]:
+            # Its clock too: who comes and goes leaves nothing.
+            del self._held[node.owner]
+            self._seen.pop(node.owner, None)
+            self._queues.pop(node.owner, None)

@@ -96,6 +96,7 @@ class SharedTier(BlockTier):
         self._prefix = f"{_LIST}{self._seal.name(b'identity' + identity)[:16]}-"
         self._index = Index(None, readonly=False)
         self._table = BlockTable(self._index, self.name)
+        self._table.worth = lambda block, clock: self.eviction.worth(block, clock, self.budget)
         self._changing = threading.RLock()
         self._lists: set[str] = set()
         """Those that were read."""
@@ -234,11 +235,11 @@ class SharedTier(BlockTier):
     def _make_room(self, nbytes: int, spared: set[BlockId]) -> bool:
         """Whether so many bytes fit, once the leaves that were used longest ago are gone."""
         while self._table.nbytes + nbytes > self.budget:
-            leaf = self._table.oldest_leaf(lambda block: block in spared or self.pinned(block))
+            leaf = self._table.least_worth(lambda block: block in spared or self.pinned(block))
             if leaf is None:
                 return False
             with self._changing:
-                self._remove([leaf])
+                self._remove([leaf[0]])
         return True
 
     def _remove(self, blocks: Sequence[BlockId]) -> None:

@@ -206,6 +206,13 @@ class Tiers:
         for tier in self.lower:
             tier.store(blocks)
 
+    def revalue(self, blocks: Sequence[BlockId]) -> None:
+        """What these are worth is another now."""
+        if blocks:
+            self.memory.revalue(blocks)
+            for tier in self.lower:
+                tier.revalue(blocks)
+
     def flush(self) -> None:
         """Return when a lower tier has all that was stored; raise where none could take it."""
         errors = []

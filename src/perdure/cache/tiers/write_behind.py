@@ -144,6 +144,10 @@ class WriteBehind:
         self.flush()
         self._bounded(lambda: self.tier.drop(blocks, prefixes))
 
+    def revalue(self, blocks: Iterable[BlockId]) -> None:
+        """What these are worth is another now. It never waits."""
+        self.tier.revalue(blocks)
+
     def clear(self) -> None:
         self.flush()
         self._bounded(self.tier.clear)

@@ -136,6 +136,7 @@ def rm(
 
     With `--store postgresql://…` it is withdrawn from all replicas, within seconds.
     """
+    from perdure.cli.output import terminal
     from perdure.errors import InvalidInputError
 
     keys, where, option = _found(file, store)
@@ -159,6 +160,9 @@ def rm(
     path = _path(file)
     _write(path, [line for line in _lines(path) if found[0].digest not in line.lower()])
     typer.echo(f"{found[0].id} of {found[0].namespace} is out of {path}")
+    terminal.note(
+        "a server that runs goes on taking it until it reads its keys again: kill -HUP, or a restart"
+    )
 
 
 @app.command()
@@ -168,6 +172,7 @@ def usage(file: File = None, store: StoreFolder = None, as_json: Json = False) -
     A server writes it beside its keys some seconds after each reply; it is kept for 31 days.
     """
     from perdure.cli.output.terminal import write_columns
+    from perdure.server.core.keys import SAVED_AFTER
 
     keys, where, _ = _found(file, store)
     used = _usage(file, store)
@@ -190,7 +195,9 @@ def usage(file: File = None, store: StoreFolder = None, as_json: Json = False) -
         print_json(rows)
         return
     if not rows:
-        typer.echo(f"no key of {where} was used yet")
+        typer.echo(
+            f"no use of a key of {where} is noted yet: a server does that {SAVED_AFTER:g} seconds after it"
+        )
         return
     shown = [("day", "name", "requests", "prompt", "cached", "written", "left of the day")]
     for row in rows:

@@ -93,6 +93,10 @@ def ls(
     everyone: Annotated[
         bool, typer.Option("--all", help="Those of every namespace, for whoever runs a server.")
     ] = False,
+    text: Annotated[
+        str | None,
+        typer.Option("--text", metavar="TEXT", help="Those with TEXT in their names or in what was said."),
+    ] = None,
     limit: Limit = None,
     after: AfterName = None,
     namespace: Namespace = "",
@@ -106,8 +110,8 @@ def ls(
 
     with session_store_in(store) as kept:
         last = kept.find(namespace, after) if after is not None else None
-        rows = kept.list(None if everyone else namespace, limit=limit, after=last)
-        sizes = [] if everyone or as_json else kept.sizes()
+        rows = kept.list(None if everyone else namespace, limit=limit, after=last, text=text)
+        sizes = [] if everyone or as_json or text else kept.sizes()
         others = sum(each.sessions for each in sizes if each.namespace != namespace)
     if as_json:
         print_json([listed(row) for row in rows])
@@ -121,7 +125,7 @@ def ls(
         line = f"{turns:>10} {tokens:>14}  {words.moment(row.updated)}{whose}{model}  {'  ' * level}"
         terminal.write(f"{line}{words.quoted(row.name)}{origin}\n")
     if not rows:
-        terminal.tell("There are no sessions yet.")
+        terminal.tell(f"No session has {words.quoted(text)}." if text else "There are no sessions yet.")
     if others:
         terminal.tell(f"{words.count(others, 'session')} of other namespaces; --all lists them too.")
 

@@ -3,7 +3,9 @@
     the prompt and the reply so far:  … return total + 1 ; } … return total
     the last three tokens came before, and `+ 1 ; }` came next: that is the guess.
 
-A prompt holds the earlier turns of its session, so those are searched too.
+A prompt holds the earlier turns of its session, so those are searched too. Who repeats a text with changes
+leaves it for a token or a few and comes back. So where the last tokens did not come before, the text that
+was followed until then is taken up again, as if what was written had replaced as many tokens of it.
 """
 
 from __future__ import annotations
@@ -22,6 +24,12 @@ INDEXED = 1 << 14
 """Tokens of a sequence that are searched at least, the last ones. An index takes at most 4 MB."""
 _LONGEST = 8
 """Tokens before a place that are compared to say how sure a guess is."""
+_APART = 32
+"""Tokens after which a text that was left is not taken up again."""
+_NEAR = 16
+"""Places around the expected one that are searched for the last token, where a text is taken up again."""
+_TAKEN_UP = "ngram, taken up"
+"""What guesses are called that have no n-gram behind them: how often they are right is measured apart."""
 _FACTORS = (1_000_003 * 1_000_003, 1_000_003, 1)
 """Ids of tokens to one number that tells most n-grams apart; a guess is never wrong by a mix-up for long."""
 
@@ -38,28 +46,51 @@ class NgramIndex:
         self._places: dict[int, int] = {}
         self._indexed = 0
         """Ends of n-grams up to here are indexed."""
+        self._followed: tuple[int, int] | None = None
+        """Where the tokens were that were found last, and the length of the sequence then."""
 
     def find(self, count: int) -> tuple[list[int], int]:
-        """At most `count` tokens that came behind the last ones before, and how many of those are the same;
-        nothing where they did not come before."""
+        """At most `count` tokens that came behind the last ones before, and how many of those are the same: 0
+        where a text that was left is taken up again. Nothing where there is no such place."""
         tokens = self._tokens
         end = len(tokens)
         if end <= SIZE:
             return [], 0
         self._index_until(end - 1)
-        place = self._places.get(_key(tokens[end - 3], tokens[end - 2], tokens[end - 1]))
+        place, same = self._place(end)
         if place is None:
             return [], 0
-        same = 0
-        while same < min(_LONGEST, place) and tokens[place - 1 - same] == tokens[end - 1 - same]:
-            same += 1
-        if same < SIZE:
-            return [], 0
+        self._followed = place, end
         found = tokens[place : min(place + count, end)].tolist()
         while len(found) < count and place + len(found) >= end:
             # The text repeats itself up to its end: it goes on with what was guessed.
             found.append(found[place + len(found) - end])
         return found, same
+
+    def _place(self, end: int) -> tuple[int | None, int]:
+        """Where the last tokens came before, if they did, and how many of them; else where to go on."""
+        expected = None
+        if self._followed is not None and end - self._followed[1] <= _APART:
+            expected = min(self._followed[0] + end - self._followed[1], end - 1)
+            # A text that goes on being followed is a better guess than another that has three of its tokens.
+            if (same := self._same(expected, end)) >= SIZE:
+                return expected, same
+        tokens = self._tokens
+        place = self._places.get(_key(tokens[end - 3], tokens[end - 2], tokens[end - 1]))
+        if place is not None and (same := self._same(place, end)) >= SIZE:
+            return place, same
+        if expected is None:
+            return None, 0
+        near = range(max(1, expected - _NEAR), min(expected + _NEAR, end))
+        behind = [each for each in near if tokens[each - 1] == tokens[end - 1]]
+        return min(behind, key=lambda each: abs(each - expected), default=expected), 0
+
+    def _same(self, place: int, end: int) -> int:
+        """How many of the last tokens are those before a place."""
+        tokens, same = self._tokens, 0
+        while same < min(_LONGEST, place) and tokens[place - 1 - same] == tokens[end - 1 - same]:
+            same += 1
+        return same
 
     def _index_until(self, end: int) -> None:
         """Index every n-gram that ends before `end` with the token behind it."""
@@ -96,8 +127,12 @@ class NgramDrafter:
         if index is None:
             index = self._indices[sequence] = NgramIndex(sequence.tokens)
         tokens, same = index.find(count)
+        if not tokens:
+            return None
+        if not same:
+            return Draft(tokens, 0.5, _TAKEN_UP)
         # Each token more that is the same halves the doubt.
-        return Draft(tokens, 1 - 0.5 ** (same - 1), self.name) if tokens else None
+        return Draft(tokens, 1 - 0.5 ** (same - 1), self.name)
 
     def forget(self, sequence: TokenSequence) -> None:
         self._indices.pop(sequence, None)

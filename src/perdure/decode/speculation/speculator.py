@@ -34,6 +34,10 @@ _MOST = 8.0
 """Credit that a stream can gather, in steps."""
 _WORTH = 1.02
 """How much more a step with guesses must promise."""
+_DOUBTFUL = 0.5
+"""Confidence up to which the next drafter is asked too."""
+_LENGTHS = frozenset((1, 2, 3, 5, 7, 11, 15, 23, 31))
+"""Guesses of a step: few sizes, each of which a GPU prepares once, are measured sooner."""
 _UNKNOWN = 0.1
 """What twice as many tokens are taken to cost more, as a part of a step, before that was measured."""
 _MEMORY = 0.9
@@ -41,18 +45,31 @@ _MEMORY = 0.9
 
 
 class StepCosts:
-    """How long steps of so many tokens take, as measured."""
+    """How long steps of so many tokens take, as measured.
+
+    The first step of a size is not: a GPU prepares what it needs for that size then, and takes many times as
+    long as it will from then on.
+    """
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
+        self._met: set[int] = set()
 
     def observe(self, tokens: int, seconds: float) -> None:
+        if tokens not in self._met:
+            self._met.add(tokens)
+            return
         before = self._seconds.get(tokens)
         if before is None:
             self._seconds[tokens] = seconds
         else:
             # One step that was held up by something else says little.
             self._seconds[tokens] = before + 0.2 * (min(seconds, 2 * before) - before)
+
+    def believed(self, tokens: int, seconds: float) -> float:
+        """What is believed of a step that took so long: at most twice what such a step is known to take. The
+        rest is none of its tokens' doing."""
+        return min(seconds, 2 * self.seconds(tokens)) if self._seconds else seconds
 
     def known(self, tokens: int) -> float | None:
         """Seconds of a step of so many tokens; None where there was none yet."""
@@ -73,7 +90,9 @@ class StepCosts:
             return self._seconds[above] if above is not None else 0.0
         low = self._seconds[below]
         if above is None:
-            return low * (1 + _UNKNOWN * (tokens - below) / below)
+            before = max((size for size in self._seconds if size < below), default=None)
+            rise = 0.0 if before is None else (low - self._seconds[before]) / (below - before)
+            return low + (tokens - below) * max(rise, _UNKNOWN * low / below)
         part = (tokens - below) / (above - below)
         return low + part * max(0.0, self._seconds[above] - low)
 
@@ -104,7 +123,7 @@ class Speculator:
     def __init__(
         self, drafters: Sequence[Drafter], *, n_ctx: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """The drafters are asked in their order, until one has a guess."""
+        """The drafters are asked in their order, until one has a good guess."""
         self._clock = clock
         self._drafters = list(drafters)
         self._n_ctx = n_ctx
@@ -176,7 +195,7 @@ class Speculator:
             seconds = self._costs.seconds(known + at)
             if seconds - plain > credit:
                 break
-            if tokens / seconds > best:
+            if at in _LENGTHS and tokens / seconds > best:
                 best, count = tokens / seconds, at
         lengths: dict[Chunk, int] = {}
         for _, _, chunk in chances[:count]:
@@ -198,14 +217,15 @@ class Speculator:
             return
         plain = self._costs.known(known)
         if plain is not None:
+            took = self._costs.believed(known + guesses, seconds)
             for chunk in step:
                 # A guess that was not used has cost its time too.
-                saved = plain * (1 + chunk.agreed) - seconds if guesses else -self._asking
+                saved = plain * (1 + chunk.agreed) - took if guesses else -self._asking
                 chunk.sequence.saved += saved
                 stream = self._streams.get(chunk.sequence)
                 if stream is None:
                     continue
-                earned = _SHARE * seconds + saved
+                earned = _SHARE * took + saved
                 stream.credit = min(stream.credit + earned, _MOST * plain)
                 if (source := self._sources.get(chunk)) is not None:
                     stream.outcome(source, len(chunk.draft), chunk.agreed)
@@ -228,7 +248,7 @@ class Speculator:
         return stream
 
     def _ask(self, chunk: Chunk, count: int) -> Draft | None:
-        """The guess of the first drafter that has one."""
+        """The guess of the first drafter that has a good one; else the first."""
         sequence = chunk.sequence
         # The last token that may be written is drawn, never guessed; and the cache has room for so many.
         count = min(count, sequence.room - 1, self._n_ctx - len(sequence.tokens))
@@ -241,6 +261,7 @@ class Speculator:
             self._asking += self._clock() - started
 
     def _first_guess(self, sequence: TokenSequence, count: int) -> Draft | None:
+        doubtful: Draft | None = None
         for drafter in list(self._drafters):
             try:
                 draft = drafter.draft(sequence, count)
@@ -250,5 +271,8 @@ class Speculator:
                 self._drafters.remove(drafter)
                 continue
             if draft is not None and len(draft.tokens) and math.isfinite(draft.confidence):
-                return draft._replace(tokens=draft.tokens[:count])
-        return None
+                draft = draft._replace(tokens=draft.tokens[:count])
+                if draft.confidence > _DOUBTFUL:
+                    return draft
+                doubtful = doubtful or draft
+        return doubtful

@@ -77,6 +77,8 @@ class TotalsAnswer(ResponseSchema):
     tier_bytes: dict[str, int]
     """What each tier behind the memory keeps, by its name."""
     evicted: int
+    evicted_as: dict[str, int]
+    """What the evicted blocks were: `superseded`, `side`, `conversation`, `shared` or `kept`."""
     reused_tokens: dict[str, int]
     computed_tokens: int
 

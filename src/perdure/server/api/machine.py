@@ -53,6 +53,8 @@ class MachineModel(ResponseSchema):
     """Of its file, where there is one."""
     n_ctx: int
     """Tokens that one request can hold."""
+    kv_type: str
+    """Of its K/V cache, as `--kv-type` has it: one for both, or K:V; empty while no engine runs."""
     devices: str
     """Where it computes."""
     waiting: int
@@ -276,11 +278,14 @@ def _model(app_state: AppState, namespace: str) -> MachineModel:
     runtime = app_state.runtime
     state, restarts = app_state.engine()
     slots: list[SlotState] = []
-    devices = ""
+    devices = kv_type = ""
     waiting = 0
     if state == "ready":
         try:
-            slots, devices = runtime.cache.slots(), runtime.cache.identity().devices
+            slots, identity = runtime.cache.slots(), runtime.cache.identity()
+            devices, kv_type = identity.devices, identity.k_type
+            if identity.v_type != kv_type:
+                kv_type = f"{kv_type}:{identity.v_type}"
             waiting, _ = runtime.load
         except PerdureError as error:
             # It died between the two questions.
@@ -293,6 +298,7 @@ def _model(app_state: AppState, namespace: str) -> MachineModel:
         size=runtime.model.info.size_label,
         nbytes=app_state.model_bytes or None,
         n_ctx=runtime.n_ctx,
+        kv_type=kv_type,
         devices=devices,
         waiting=waiting,
         slots=[_slot(app_state, slot, namespace) for slot in slots],
@@ -312,6 +318,7 @@ def _pooled(app_state: AppState, model: PooledModel, namespace: str) -> MachineM
         size=facts.size,
         nbytes=facts.nbytes or None,
         n_ctx=facts.n_ctx,
+        kv_type="",
         devices="",
         waiting=len(model.waiters),
         slots=[],

@@ -197,6 +197,9 @@ def validation(problems: Sequence[Any]) -> ApiError:
     # The names of variants that were tried are not part of the path.
     path = ".".join(part for part in where if not _is_variant(part))
     message = first["msg"]
+    if first.get("type") == "string_pattern_mismatch":
+        # The pattern is for machines, and in /openapi.json.
+        message = "it does not look like one of this server's: take it from an answer as it is"
     if first.get("type") == "json_invalid":
         return ApiError(
             400, f"the body is no JSON: {first.get('ctx', {}).get('error', message)}", code="invalid_json"

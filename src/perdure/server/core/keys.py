@@ -35,7 +35,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 _LIMITS = ("requests_per_minute", "tokens_per_day", "sessions", "stored_bytes")
 _MINUTE, _DAY = 60.0, 86400.0
 _KEPT_DAYS = 31
-_SAVED_AFTER = 10.0
+SAVED_AFTER = 10.0
 """Seconds after a change at which usage is written."""
 
 
@@ -150,7 +150,7 @@ class KeyUsage:
 
     def _changed(self) -> None:
         if self._path is not None and self._timer is None:
-            self._timer = threading.Timer(_SAVED_AFTER, self.save)
+            self._timer = threading.Timer(SAVED_AFTER, self.save)
             self._timer.daemon = True
             self._timer.start()
 
@@ -172,7 +172,9 @@ class KeyUsage:
             if key.tokens_per_day is not None and used >= key.tokens_per_day:
                 left = int((day + 1) * _DAY - now) + 1
                 return OverLimit(
-                    f"this key has used {used} tokens today, {key.tokens_per_day} are allowed", left
+                    f"this key has used {used} tokens today, {key.tokens_per_day} are allowed: ask again "
+                    "after 00:00 UTC, or ask whoever runs the server for more",
+                    left,
                 )
         left_of_minute = self._minute(key, clock) if key.requests_per_minute is not None else None
         if left_of_minute is None:

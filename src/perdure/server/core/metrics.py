@@ -207,6 +207,12 @@ class _Engine(Collector):
         yield CounterMetricFamily(
             "perdure_evicted_blocks", "Blocks that had to go", value=sum(each.evicted for each in stats)
         )
+        evicted = CounterMetricFamily(
+            "perdure_evicted_as", "Blocks that had to go, by what they were", labels=["standing"]
+        )
+        for standing in ("superseded", "side", "conversation", "shared", "kept"):
+            evicted.add_metric([standing], sum(each.evicted_as.get(standing, 0) for each in stats))
+        yield evicted
 
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})

@@ -215,7 +215,7 @@ _STOP = options_of(RequestOptions)["stops"]
 _Stop = Annotated[str, Field(max_length=_STOP.characters)]
 _COMPLETION = tuple(
     options_of(RequestOptions)[name]
-    for name in ("ignore_eos", "priority", "loop_guard", "speculate", "adapters")
+    for name in ("ignore_eos", "priority", "side", "loop_guard", "speculate", "adapters")
 )
 """Options under `perdure` of requests without a chat."""
 _EXTENDED = (

@@ -1,0 +1,7 @@
+"""`python -m bench.eviction`."""
+
+import sys
+
+from bench.eviction import main
+
+sys.exit(main())
