@@ -95,9 +95,9 @@ servers:
 	    || apt-get install -y -qq --no-install-recommends $$each >/dev/null 2>&1 \
 	    || echo "$$each could not be installed: tests that need it are skipped"; done; fi
 
-# Ray, 250 MB: for `make soak` alone. Without it the tests that need it are skipped.
+# Ray (330 MB with what it needs), and schemas of Kubernetes: for `make soak` alone. Without it the tests that need it are skipped.
 ray: $(TEST)
-	@$(BIN)/python -c 'import ray.serve' 2>/dev/null || $(INSTALL) --quiet -e ".[ray]" \
+	@$(BIN)/python -c 'import ray.serve' 2>/dev/null || $(INSTALL) --quiet -e ".[ray,manifests]" \
 	  || echo "Ray could not be installed: tests that need it are skipped"
 
 # llama.cpp from source, with flags that are safe for this compiler, into build/engine.

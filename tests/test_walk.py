@@ -107,3 +107,23 @@ def test_the_walk(tmp_path: Path) -> None:
     finally:
         subprocess.run([commands / "perdure", "stop"], env=environment, cwd=folder, check=False)
     assert not wrong, "\n".join(wrong)
+
+
+GONE = (
+    "cut off at its longest",
+    "may not be used like this",
+    "A name keeps it",
+    "Enter drops it",
+    "None of None",
+    "String should match pattern",
+)
+"""What new users did not understand, or what was not true."""
+
+
+@pytest.mark.parametrize("words", GONE)
+def test_a_sentence_that_nobody_understood_is_gone(words: str) -> None:
+    """Of the command, the library, the server and the page."""
+    root = PAGE.parents[2]
+    files = [*root.glob("src/perdure/**/*.py"), *root.glob("web/src/**/*.ts*")]
+    assert len(files) > 300
+    assert [path.name for path in files if words in path.read_text(encoding="utf-8")] == []

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import perdure
 from perdure.server.core.app_state import AppState
+from perdure.server.core.settings import Limits
 from perdure.server.http_server import HttpServer, bind
 from perdure.testing.toy import ToyModel
 
@@ -13,9 +15,13 @@ from perdure.testing.toy import ToyModel
 def main() -> None:
     url, port, *blocks = sys.argv[1:]
     listening = bind("127.0.0.1", int(port))
-    with perdure.open(ToyModel(), n_ctx=1024, slots=4, store=url, blocks=blocks or None) as runtime:
+    exact = "PERDURE_TEST_EXACT" in os.environ
+    with perdure.open(
+        ToyModel(), n_ctx=1024, slots=4, store=url, blocks=blocks or None, exact=exact
+    ) as runtime:
         listening.listen(1024)
-        HttpServer(AppState(runtime=runtime, name="toy")).run(sockets=[listening])
+        limits = Limits(drain_seconds=float(os.environ.get("PERDURE_TEST_DRAIN", 0)))
+        HttpServer(AppState(runtime=runtime, name="toy", limits=limits)).run(sockets=[listening])
 
 
 main()

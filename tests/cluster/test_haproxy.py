@@ -151,17 +151,15 @@ class Talker(threading.Thread):
 
 
 @contextmanager
-def haproxy(folder: Path, ports: list[int]) -> Iterator[str]:
-    """HAProxy with the configuration of deploy/cluster, but for addresses; its URL."""
+def haproxy(folder: Path, ports: list[int], *, check: str = "inter 100 fall 1") -> Iterator[str]:
+    """HAProxy with the configuration of deploy/cluster, but for addresses and how often it asks; its URL."""
     found = program("haproxy") or "/usr/sbin/haproxy"
     if not Path(found).exists():
         pytest.skip("HAProxy is not installed: apt-get install haproxy")
     port = free_port()
     servers = "\n".join(f"    server r{each} 127.0.0.1:{each}" for each in ports)
     text = CONFIG.read_text().replace("bind :8080", f"bind 127.0.0.1:{port}")
-    text = re.sub(r" +server-template .*", lambda _: servers, text).replace(
-        "inter 1s fall 2", "inter 100 fall 1"
-    )
+    text = re.sub(r" +server-template .*", lambda _: servers, text).replace("inter 1s fall 2", check)
     (folder / "haproxy.cfg").write_text(text)
     server = Server([found, "-db", "-f", str(folder / "haproxy.cfg")], port, folder / "haproxy.log")
     try:

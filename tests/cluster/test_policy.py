@@ -150,7 +150,8 @@ def test_what_is_warm_is_bounded_by_memory() -> None:
     warm.answered(asks[3], 50)
     warm.answered(asks[0], 50)
     assert warm.latest() == {"s3": 50, "s0": 50}
-    assert warm.full == 1.0
+    assert warm.full() == 2.2, "five conversations go on, and two have room"
+    assert warm.full(now=601.0) == 0
     assert warm.latest(1) == {"s0": 50}
 
 
@@ -159,7 +160,7 @@ def test_a_conversation_that_grows_is_counted_once() -> None:
     grown = [(f"m{number}", 10 * (number + 1)) for number in range(6)]
     for number in range(1, 7):
         warm.answered(Ask(tuple(grown[:number]), 10), 10 * number)
-    assert warm.full == 0.6
+    assert warm.full() == 0.6
     assert warm.latest()["m0"] == 10
     # Its beginning goes with it, unless another conversation has it too.
     warm.answered(Ask((("m0", 10), ("other", 20)), 20), 50)
@@ -174,7 +175,7 @@ def test_the_marks_stay_within_memory(requests: list[tuple[int, int, int]]) -> N
         warm.answered(Ask(tuple(marks), 10), tokens)
         latest = warm.latest()
         assert latest[marks[-1][0]] == tokens
-        assert 0 < warm.full <= 1.0
+        assert warm.full() > 0
         assert set(latest) <= {"shared", *(f"{a}.{b}" for a in range(4) for b in range(4))}
 
 

@@ -48,6 +48,9 @@ def ray_serve(postgres: PostgresServer, folder: Path, **replicas: Any) -> Iterat
 
     from perdure.cluster.application import NAME, build
 
+    # A machine that has other work, too, takes its time to start all these processes.
+    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "120")
+    os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S", "60")
     port = free_port()
     paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
     ray.init(
@@ -118,6 +121,43 @@ def test_a_session_stays_where_it_is_warm_and_new_ones_are_spread(
         assert lines[-1] == "data: [DONE]"
         assert client.get("/v1/nothing").status_code == 404
         assert client.post("/v1/chat/completions", content=b"x" * (17 << 20)).status_code == 413
+
+
+def test_replicas_are_added_by_requests_and_by_memory() -> None:
+    """As Ray calls it: the policy is pickled and read back."""
+    from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
+
+    from perdure.cluster.application import scale
+
+    policy = AutoscalingPolicy(policy_function=scale)
+    config = AutoscalingConfig(min_replicas=1, max_replicas=4, target_ongoing_requests=2, policy=policy)
+
+    def wanted(requests: float, **full: float) -> int:
+        context = AutoscalingContext(
+            deployment_id=None,
+            deployment_name="Replica",
+            app_name="perdure",
+            current_num_replicas=len(full),
+            target_num_replicas=len(full),
+            running_replicas=[],
+            total_num_requests=requests,
+            total_queued_requests=0,
+            aggregated_metrics={"full": full},
+            raw_metrics=None,
+            capacity_adjusted_min_replicas=1,
+            capacity_adjusted_max_replicas=4,
+            policy_state={},
+            last_scale_up_time=None,
+            last_scale_down_time=None,
+            current_time=0,
+            config=config,
+        )
+        return int(policy.get_policy()(context)[0])
+
+    assert wanted(7, a=0.1) == 4
+    assert wanted(1, a=0.95) == 2
+    assert wanted(1, a=0.95, b=0.2) == 1
+    assert wanted(0, a=0.95) == 1
 
 
 @pytest.mark.parametrize("seconds", [300])

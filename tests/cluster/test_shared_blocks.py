@@ -173,6 +173,35 @@ def test_nothing_that_is_kept_can_be_read_or_guessed(machine: Callable[..., Shar
         assert bytes(blocks[0].id) not in listed
 
 
+def test_lists_do_not_pile_up_and_lose_nothing(
+    machine: Callable[..., SharedTier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each write is a list of its own; two machines merge them, and a third reads all blocks still."""
+    monkeypatch.setattr(shared, "_FRESH", 4)
+    monkeypatch.setattr(shared, "_MERGED", 8)
+    one, two = machine(), machine()
+    blocks = chain(range(1, 4 * 24 + 1))
+    for at, block in enumerate(blocks):
+        (one, two)[at % 2].refresh()
+        (one, two)[at % 2].store([block])
+        two.refresh()
+        one.refresh()
+    names = list(one.place.names(one._prefix))
+    assert len(names) <= 4 + 2 * (len(blocks) // 8 + 1) + 1, names
+    third = machine()
+    third.refresh()
+    assert len(third) == len(blocks)
+    assert all(same(third.load(block.id), block) for block in blocks)
+    # What is gone is in no list any more, once they are merged.
+    third.drop([blocks[5].id])
+    third._merge(set(third.place.names(third._prefix)))
+    fourth = machine()
+    fourth.refresh()
+    assert len(fourth) == 5
+    third.clear()
+    assert not list(third.place.names(third._prefix))
+
+
 def test_p6_a_place_keeps_to_its_budget(machine: Callable[..., SharedTier]) -> None:
     blocks = chain(range(1, 40))
     tier = machine(budget=size(blocks[:4]))
@@ -344,10 +373,12 @@ def test_two_processes_that_share_only_a_directory_never_see_half_a_block(tmp_pa
             writer.wait()
 
 
+@pytest.mark.parametrize("model", ["toy-full", "llama", "gemma3", "mamba"])
 def test_a_session_sleeps_on_one_machine_and_wakes_on_another(
-    toy: Subject, postgres: PostgresServer, tmp_path: Path
+    model: str, find_subject: Callable[[str], Subject], postgres: PostgresServer, tmp_path: Path
 ) -> None:
     """W≡C: what the second machine says is checked bit by bit; its prompt came from the shared place."""
+    toy = find_subject(model)
     place = f"file://{tmp_path}/shared"
     first = postgres.url(tmp_path / "one")
     second = first.replace("%2Fone", "%2Ftwo")

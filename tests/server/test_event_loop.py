@@ -20,6 +20,7 @@ from perdure.server.app import build
 from perdure.server.core import body_route
 from perdure.server.core.app_state import AppState
 from perdure.server.core.body_route import LARGE
+from perdure.server.core.schemas import RequestSchema
 from perdure.server.http_server import HELD, LoopWatch
 from perdure.server.protocols.chat import ChatRequest
 from perdure.server.protocols.messages.requests import MessagesRequest
@@ -166,7 +167,7 @@ def test_other_threads_may_wait_while_one_may_not() -> None:
 
 
 PARTS = b",".join([b'{"type": "text", "text": "x"}'] * 20_000)
-LARGE_BODIES = {
+LARGE_BODIES: dict[str, tuple[type[RequestSchema], bytes]] = {
     "fields that nobody knows": (ChatRequest, b'{"messages": [], "unknown": [' + b"{}," * 60_000 + b"{}]}"),
     "parts of a message": (ChatRequest, b'{"messages": [{"role": "user", "content": [' + PARTS + b"]}]}"),
     "blocks of a system prompt": (

@@ -206,7 +206,8 @@ def build(config: ClusterConfig, *, open_runtime: OpenRuntime = usual_runtime) -
                 target_ongoing_requests=sizes.requests,
                 upscale_delay_s=sizes.up_seconds,
                 downscale_delay_s=sizes.down_seconds,
-                look_back_period_s=max(1.0, min(30.0, sizes.up_seconds)),
+                # Longer than the 10 s between two reports of a replica.
+                look_back_period_s=15,
                 policy=AutoscalingPolicy(policy_function=scale),
             )
         }

@@ -25,6 +25,8 @@ Mark: TypeAlias = str
 MOST_MARKS = 512
 """Marks that a replica tells of, the latest ones: 20 kB a time."""
 _REMEMBERED = 100_000
+_LATELY = 600.0
+"""Seconds for which a conversation is taken to go on."""
 _RATE, _SECONDS = 200.0, 1.0
 """What a replica is taken for that has not measured anything yet: tokens a second, seconds a request."""
 
@@ -55,7 +57,8 @@ class ReplicaFacts:
     """Tokens a second at which it gets state that it does not have: computed, or read where replicas share
     it, whichever is faster there. None: not measured yet."""
     full: float = 0.0
-    """Part of its memory for state that is in use, from 0 to 1."""
+    """The state of what was asked for in the last minutes, as a part of what it can have at hand: above 1,
+    conversations that go on make way for each other."""
     draining: bool = False
 
     def to_json(self) -> dict[str, Any]:
@@ -178,11 +181,16 @@ class WarmMarks:
         self._whole: OrderedDict[Mark, tuple[int, set[Mark]]] = OrderedDict()
         """The longest marks, with their tokens and with the marks that go when they go."""
         self._total = 0
+        self._recent: OrderedDict[Mark, tuple[int, float]] = OrderedDict()
+        """What was asked for lately, whether it is here still or not: tokens, and when."""
 
-    def answered(self, ask: Ask, tokens: int) -> None:
+    def answered(self, ask: Ask, tokens: int, now: float = 0.0) -> None:
         """A request was answered: so many tokens of it are here now."""
         if not ask.marks:
             return
+        for mark, _ in ask.marks:
+            self._recent.pop(mark, None)
+        self._recent[ask.marks[-1][0]] = tokens, now
         longest, mine = ask.marks[-1][0], set[Mark]()
         for mark, length in ask.marks:
             # A shorter one that was a conversation's longest is the beginning of this now.
@@ -205,9 +213,11 @@ class WarmMarks:
         self._total -= tokens
         return {mark for mark in marks if mark in self._marks}
 
-    @property
-    def full(self) -> float:
-        return min(1.0, self._total / self.capacity)
+    def full(self, now: float = 0.0) -> float:
+        """What was asked for in the last minutes, as a part of the capacity."""
+        while self._recent and next(iter(self._recent.values()))[1] < now - _LATELY:
+            self._recent.popitem(last=False)
+        return sum(tokens for tokens, _ in self._recent.values()) / self.capacity
 
     def latest(self, most: int = MOST_MARKS) -> dict[Mark, int]:
         names: Sequence[Mark] = list(self._marks)[-most:]
@@ -217,11 +227,10 @@ class WarmMarks:
 def wanted_replicas(
     facts: Iterable[ReplicaFacts], *, requests: float, target: float, most_full: float = 0.9
 ) -> int:
-    """How many replicas there should be: for so many requests at `target` each, and for as much memory that
-    none has more than `most_full` of it in use."""
+    """How many replicas there should be: for so many requests at `target` each, and one more where all have
+    more conversations that go on than `most_full` of their memory holds."""
     full = [each.full for each in facts]
     by_queue = -(-requests // target)
-    # Memory is full after a while wherever there is much to keep: it asks for one more at a time, and only
-    # where there is work for it.
+    # One more at a time: what moves to it makes room elsewhere.
     by_memory = len(full) + 1 if full and requests > 0 and min(full) > most_full else 0
     return max(1, int(by_queue), by_memory)

@@ -23,7 +23,7 @@ from perdure.atomic import make_folder
 from perdure.cluster.config import ClusterConfig
 from perdure.cluster.policy import Ask, ReplicaFacts, WarmMarks
 from perdure.engine import registry
-from perdure.events.event import ChunkRead, Event, Woken
+from perdure.events.event import BlocksStored, ChunkRead, Event, Woken
 from perdure.models.catalogue import names_of
 from perdure.runtime import Runtime
 from perdure.server.app import served
@@ -92,17 +92,19 @@ class Replica:
     """Answers requests with one runtime, and keeps count of what is warm. For one event loop."""
 
     def __init__(self, app_state: AppState, *, capacity: int | None = None) -> None:
-        """`capacity` are the tokens whose state it has at hand; else by its slots."""
+        """`capacity` are the tokens whose state it has at hand; else by its slots and its memory."""
         self.app_state = app_state
         runtime = app_state.runtime
         self._app = served(app_state)
         self._warm = WarmMarks(capacity or max(1, runtime.n_ctx * runtime.slots))
+        self._measures = capacity is None
+        self._budget = runtime.cache.stats().budget if self._measures else 0
         self._seconds: float | None = None
         self._rates: dict[str, float] = {}
         self._answering = 0
         self.reused = self.computed = 0
         """Tokens of prompts, so far."""
-        self._watching = runtime.observe(self._happened, ("ChunkRead", "Woken"))
+        self._watching = runtime.observe(self._happened, ("ChunkRead", "Woken", "BlocksStored"))
 
     def facts(self) -> ReplicaFacts:
         waiting, running = self.app_state.runtime.load
@@ -115,7 +117,7 @@ class Replica:
             marks=self._warm.latest(),
             queue=max(waiting + running, self._answering),
             slots=self.app_state.runtime.slots,
-            full=self._warm.full,
+            full=self._warm.full(time.monotonic()),
             draining=self.app_state.life.draining,
             **told,
         )
@@ -187,11 +189,16 @@ class Replica:
         cached = int(notes.get("cached_tokens", 0))
         self.reused += cached
         self.computed += prompt - cached
-        self._warm.answered(ask, prompt + reply)
+        self._warm.answered(ask, prompt + reply, time.monotonic())
         self._seconds = _averaged(self._seconds, seconds)
 
     def _happened(self, event: Event) -> None:
-        """Measure how fast state is had here: computed, or read. In a thread of its own."""
+        """Measure how fast state is had here, computed or read, and what a token of it takes. In a thread of
+        its own."""
+        if isinstance(event, BlocksStored) and self._measures and event.nbytes and event.tokens:
+            runtime = self.app_state.runtime
+            in_memory = self._budget * event.tokens // event.nbytes
+            self._warm.capacity = max(1, runtime.n_ctx * runtime.slots + in_memory)
         if isinstance(event, ChunkRead) and event.seconds > 0:
             self._rates["computed"] = _averaged(self._rates.get("computed"), event.tokens / event.seconds)
         elif isinstance(event, Woken) and event.seconds > 0:

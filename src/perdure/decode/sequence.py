@@ -506,7 +506,8 @@ def make_group(
     new = request.max_tokens or 1
     if new > room:
         raise ContextOverflow(
-            f"the prompt has {len(ids)} tokens and {new} more are wanted; {context.n_ctx} fit in all",
+            f"the prompt has {len(ids)} tokens and {new} more are wanted; {context.n_ctx} fit in all. "
+            "Send less, ask for less, or open the model with a larger n_ctx",
             needed=len(ids) + new,
             fits=context.n_ctx,
         )

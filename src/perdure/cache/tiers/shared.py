@@ -6,6 +6,10 @@ of others every few seconds into an index at hand, and the state when it needs i
 
     NAME (64 hex digits)             nonce 12 | AES-256-GCM of the block's file, bound to NAME
     list-IDENTITY-RANDOM             nonce 12 | AES-256-GCM of the lines, bound to its own name
+    list-IDENTITY-mRANDOM            the same, of several lists that were merged
+
+Lists do not pile up: where there are many, whoever notices writes their lines into a few merged ones, without
+those of blocks that are gone, and only then deletes them. Two that do so at once write a line twice.
 
 What the key did not seal is not believed, whoever may write there. Machines whose engines differ (CPU
 variant, library, layers) have other identities, and so other blocks and other lists.
@@ -24,7 +28,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from perdure.cache.block import Block, BlockId, BlockMeta, block_id
+from perdure.cache.block import AnyBlock, Block, BlockId, BlockMeta, block_id
 from perdure.cache.tiers.base import BlockTier
 from perdure.cache.tiers.block_index import BlockTable
 from perdure.cache.tiers.places import Place
@@ -45,6 +49,10 @@ _REST = 5.0
 """Seconds for which a place that failed is asked nothing."""
 _PATIENCE = 10.0
 _LARGEST = 1 << 30
+_FRESH = 128
+"""Lists that were not merged, at most: of all machines together, give or take what is written meanwhile."""
+_MERGED = 4096
+"""Lines of a merged list."""
 
 
 class Seal:
@@ -164,7 +172,7 @@ class SharedTier(BlockTier):
         if new:
             # After the state: whoever reads the list finds what it names.
             name = f"{self._prefix}{secrets.token_hex(8)}"
-            sealed = self._seal.close(name, b"".join(map(_line, new)))
+            sealed = self._seal.close(name, b"".join(_line(block, block.file_size) for block in new))
             self._asked(lambda: self.place.put(name, sealed))
             self._lists.add(name)
         return len(kept)
@@ -187,7 +195,7 @@ class SharedTier(BlockTier):
     def clear(self) -> None:
         with self._changing:
             self._remove([BlockId(name) for name in self._table.ids()])
-            self._asked(lambda: self.place.delete(sorted(self._lists)))
+            self._asked(lambda: self.place.delete(sorted({*self._lists, *self.place.names(self._prefix)})))
             self._lists.clear()
 
     def close(self) -> None:
@@ -199,18 +207,50 @@ class SharedTier(BlockTier):
     # Lists.
 
     def refresh(self) -> None:
-        """Read the lists of others that were not read yet."""
-        names = set(self._asked(lambda: self.place.names(self._prefix)))
+        """Read the lists of others that were not read yet, and merge them where there are many."""
+        names = set(self._asked(lambda: set(self.place.names(self._prefix))))
         for name in sorted(names - self._lists):
-            data = self._asked(lambda name=name: self.place.get(name))  # type: ignore[misc]
-            plain = None if data is None else self._seal.open(name, data)
-            if plain is None and data is not None:
-                log.warning("a list of blocks in %s is not sealed by this cluster's key: left out", self.name)
+            plain = self._list(name)
             with self._changing, self._table.writing():
                 for meta in _metas(plain or b"", self.name):
                     if self._table.lookup(meta.id) is None:
                         self._table.add(meta, meta.nbytes)
             self._lists.add(name)
+        # Those that were merged away are not asked for again.
+        self._lists &= names
+        fresh = {name for name in names if not name.startswith(f"{self._prefix}m")}
+        if len(names - fresh) > 2 * (len(self._table) // _MERGED + 1):
+            self._merge(names)
+        elif len(fresh) > _FRESH:
+            self._merge(fresh)
+
+    def _merge(self, names: set[str]) -> None:
+        """Write the lines of some lists into few, without those of blocks that are gone, and delete them."""
+        lines: dict[BlockId, bytes] = {}
+        read: list[str] = []
+        for name in sorted(names):
+            if (plain := self._list(name)) is not None:
+                read.append(name)
+                for meta in _metas(plain, self.name):
+                    if self._table.lookup(meta.id) is not None:
+                        lines[meta.id] = _line(meta, meta.nbytes)
+        left = list(lines.values())
+        for at in range(0, len(left), _MERGED):
+            name = f"{self._prefix}m{secrets.token_hex(8)}"
+            sealed = self._seal.close(name, b"".join(left[at : at + _MERGED]))
+            self._asked(lambda name=name, sealed=sealed: self.place.put(name, sealed))  # type: ignore[misc]
+            self._lists.add(name)
+        # After what takes their place: whoever reads meanwhile finds a line at least once.
+        self._asked(lambda: self.place.delete(read))
+        self._lists -= set(read)
+
+    def _list(self, name: str) -> bytes | None:
+        """The lines of a list; None where it is gone, or is not sealed by the key."""
+        data = self._asked(lambda: self.place.get(name))
+        plain = None if data is None else self._seal.open(name, data)
+        if plain is None and data is not None:
+            log.warning("a list of blocks in %s is not sealed by this cluster's key: left out", self.name)
+        return plain
 
     def identities(self) -> set[str]:
         """What the engines are called that have written here: those of others are of no use to this one."""
@@ -270,10 +310,8 @@ def writers(place: Place) -> set[str]:
     return {name[len(_LIST) :].split("-")[0] for name in place.names(_LIST)}
 
 
-def _line(block: Block) -> bytes:
-    head = _LINE.pack(
-        block.id, block.parent, block.start, len(block.tokens), block.file_size, block.has_tail_state
-    )
+def _line(block: AnyBlock, nbytes: int) -> bytes:
+    head = _LINE.pack(block.id, block.parent, block.start, len(block.tokens), nbytes, block.has_tail_state)
     return head + block.tokens.astype("<i4").tobytes()
 
 

@@ -51,8 +51,9 @@ _AGENT = 64
 """Characters of a program's name that are kept."""
 _IDLE_SECONDS, _SAVE_TRIES = 1.0, 300
 """How long the engine has nothing to do before state is written, and how often that is looked at."""
-_QUICK, _SLOW = 64, 8
-"""Calls that are made at once: those that only ask something, and those that compute or move state."""
+_QUICK, _SLOW, _READING = 64, 8, 1
+"""Calls that are made at once: those that only ask something, those that compute or move state, those that
+read a large body."""
 
 
 class Cancellable(Protocol):
@@ -231,6 +232,11 @@ class AppState:
     async def work(self, function: Callable[P, T], /, *args: P.args, **keywords: P.kwargs) -> T:
         """The same for what takes long by its nature, so that it never keeps quick calls waiting."""
         return await self._in_thread(_SLOW, functools.partial(function, *args, **keywords))
+
+    async def read(self, function: Callable[P, T], /, *args: P.args, **keywords: P.kwargs) -> T:
+        """The same for what reads a large body, one at a time: the event loop waits for one thread's turn,
+        and not for many."""
+        return await self._in_thread(_READING, functools.partial(function, *args, **keywords))
 
     def seconds(self, asked: float | None) -> float:
         """How long a request may take."""

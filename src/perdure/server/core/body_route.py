@@ -9,11 +9,9 @@ interpreter changes hands. And one body is read at a time: the event loop waits 
 
 from __future__ import annotations
 
-import functools
 import json
-import threading
 from collections.abc import Callable, Coroutine
-from typing import Any, ParamSpec, TypeVar, get_type_hints
+from typing import Any, get_type_hints
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
@@ -26,9 +24,6 @@ from perdure.server.core.schemas import RequestSchema
 
 LARGE = 32 << 10
 """Bytes of a body that is read in a thread: less takes under 5 ms, whatever it holds."""
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -46,7 +41,7 @@ class BodyRoute(APIRoute):
             body = await request.body()
             if len(body) > LARGE:
                 app_state: AppState = request.app.state.app_state
-                request = _ReadRequest(request, body, await app_state.call(_read, schema, body, app_state))
+                request = _ReadRequest(request, body, await app_state.read(_read, schema, body, app_state))
             return await handle(request)
 
         return read_first
@@ -75,9 +70,6 @@ def body_schema(endpoint: Callable[..., Any]) -> type[RequestSchema] | None:
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, RequestSchema)), None)
 
 
-_READING = threading.Lock()
-
-
 def read_json(body: bytes | str) -> Any:
     """What a large body says; other threads have their turns meanwhile."""
     return json.loads(body, object_hook=_pass_on)
@@ -87,18 +79,6 @@ def _pass_on(fields: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def one_at_a_time(function: Callable[P, T]) -> Callable[P, T]:
-    """A function that reads a large body: it waits for others that do."""
-
-    @functools.wraps(function)
-    def alone(*args: P.args, **keywords: P.kwargs) -> T:
-        with _READING:
-            return function(*args, **keywords)
-
-    return alone
-
-
-@one_at_a_time
 def _read(schema: type[RequestSchema], body: bytes, app_state: AppState) -> RequestSchema | ValueError:
     """The body as its schema, or why it is no JSON."""
     try:

@@ -17,7 +17,7 @@ from starlette.websockets import WebSocketDisconnect
 from perdure.errors import PerdureError
 from perdure.server.core.api_error import ApiError, rate_limited, to_api_error, unauthorised, validation
 from perdure.server.core.app_state import AppState, Caller
-from perdure.server.core.body_route import one_at_a_time, read_json
+from perdure.server.core.body_route import LARGE, read_json
 from perdure.server.core.follow import Follower, Sink, deliver
 from perdure.server.core.middleware import JsonScan, too_large
 from perdure.server.core.protocol import Events
@@ -139,14 +139,14 @@ class Connection:
                 raise rate_limited(over.why, over.retry_after)
             with self._app_state.in_flight.admit(self._app_state.limits.requests):
                 # In a thread: a long message takes long to read, and every client waits for the event loop.
-                asked, generates = await self._app_state.call(self._parsed, text)
+                in_thread = self._app_state.read if len(text) > LARGE else self._app_state.call
+                asked, generates = await in_thread(self._parsed, text)
                 await self._respond(asked, generates, len(text))
         except ValidationError as error:
             await self._refuse(validation(error.errors()))
         except (PerdureError, ApiError, UnicodeError) as error:
             await self._refuse(to_api_error(error))
 
-    @one_at_a_time
     def _parsed(self, text: str) -> tuple[ResponseRequest, bool]:
         limits = self._app_state.limits
         scan = JsonScan()

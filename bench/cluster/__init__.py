@@ -1,0 +1,237 @@
+"""Several machines: what is reused where, what PostgreSQL keeps a second, and what a wake costs.
+
+`reuse` counts tokens, and no time: four replicas with a quarter of the memory each, by our policy, against
+one machine with all of it, and against round robin. `turns` is the store alone, with the turns of many
+sessions at once. `wake` is a real model: a session that slept on one machine wakes on another one, against
+computing it there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import perdure
+from bench.child import PeerMissingError
+from bench.engine import model_path
+from bench.harness import Bench, Figure, Gauge, Pairs, Run, at_least
+from bench.machine import Watch
+from perdure import Message, Turn
+from perdure.cluster.marks import ask_of
+from perdure.cluster.policy import Ask, ranked
+from perdure.cluster.replica import Call, Replica
+from perdure.server.core.app_state import AppState
+from perdure.sessions.store.registry import open_store, store_folder
+from perdure.testing.toy import ToyModel
+
+_REPLICAS = 4
+_TURNS = 8
+Route = Callable[[Ask, Sequence[Replica]], Replica]
+
+
+# Reuse.
+
+
+def reuse(run: Run) -> Iterator[Figure]:
+    """Tokens of prompts that were not computed: by policy, by round robin, and on one machine."""
+    conversations = run.pick(64, 32)
+    with Watch() as watch:
+        one, needed = _reused(1, conversations, 1 << 30, lambda ask, replicas: replicas[0])
+        memory = round(needed * 1.25)
+        one, _ = _reused(1, conversations, memory, lambda ask, replicas: replicas[0])
+        ours, _ = _reused(_REPLICAS, conversations, memory, _by_policy)
+        turns = iter(range(1 << 30))
+        robin, _ = _reused(
+            _REPLICAS, conversations, memory, lambda ask, replicas: replicas[next(turns) % len(replicas)]
+        )
+    for against, peer, target in (
+        ("one machine with all memory", one, at_least(0.95)),
+        ("round robin", robin, at_least(2)),
+    ):
+        yield Figure(
+            name=f"tokens reused by {_REPLICAS} replicas, {conversations} conversations of {_TURNS} turns",
+            against=against,
+            unit="tokens",
+            gauge=Gauge.RATE,
+            pairs=Pairs((float(ours),), (float(peer),)),
+            target=target,
+            machine=watch.machine,
+        )
+
+
+def _by_policy(ask: Ask, replicas: Sequence[Replica]) -> Replica:
+    facts = {str(number): each.facts() for number, each in enumerate(replicas)}
+    return replicas[int(ranked(ask, facts)[0])]
+
+
+def _reused(count: int, conversations: int, memory: int, route: Route) -> tuple[int, int]:
+    """Tokens that were reused over all replicas, which have `memory` bytes together; and the bytes that were
+    held at the end."""
+    dice = random.Random(1)
+    order = [number for number in range(conversations) for _ in range(_TURNS)]
+    dice.shuffle(order)
+    histories: dict[int, list[dict[str, str]]] = {}
+    with ExitStack() as held:
+        replicas = []
+        for _ in range(count):
+            runtime = held.enter_context(
+                perdure.open(ToyModel(reply_tokens=24), n_ctx=4096, slots=1, cache=memory // count)
+            )
+            per_token = _token_bytes(runtime)
+            capacity = max(1, memory // count // per_token)
+            replicas.append(Replica(AppState(runtime=runtime, name="toy", hosts=None), capacity=capacity))
+
+        async def talk() -> None:
+            for number in order:
+                messages = histories.setdefault(
+                    number, [{"role": "system", "content": f"You are helper {number}. Be terse and kind."}]
+                )
+                messages.append({"role": "user", "content": f"Part {len(messages)} of talk {number}. " * 3})
+                body = {"model": "toy", "messages": messages, "max_tokens": 24, "temperature": 0}
+                messages.append({"role": "assistant", "content": await _ask(body, replicas, route)})
+
+        asyncio.run(talk())
+        found = sum(each.reused for each in replicas)
+        nbytes = sum(each.app_state.runtime.cache.stats().nbytes for each in replicas)
+        return found, nbytes
+
+
+def _token_bytes(runtime: perdure.Runtime) -> int:
+    """What a token of state takes in memory."""
+    runtime.cache.warm([1] * 512)
+    stats = runtime.cache.stats()
+    runtime.cache.clear()
+    return max(1, stats.nbytes // 512)
+
+
+async def _ask(body: dict[str, Any], replicas: Sequence[Replica], route: Route) -> str:
+    data = json.dumps(body).encode()
+    headers = ((b"content-type", b"application/json"), (b"content-length", str(len(data)).encode()))
+    path = "/v1/chat/completions"
+    call = Call(
+        method="POST", path=path, query=b"", headers=headers, body=data, ask=ask_of(path, headers, data)
+    )
+    pieces = [each async for each in route(call.ask, replicas).answer(call)]
+    answer = json.loads(b"".join(each for each in pieces if isinstance(each, bytes)))
+    return str(answer["choices"][0]["message"]["content"])
+
+
+# PostgreSQL.
+
+
+def turns(run: Run) -> Iterator[Figure]:
+    """Turns a second that are durable, of 8 threads with a session each, against SQLite on the same disk."""
+    count = run.pick(100, 20)
+    with tempfile.TemporaryDirectory() as folder, postgres() as url:
+        ours, peers = [], []
+        database = store_folder(url(Path(folder) / "pg"))
+        with Watch() as watch:
+            for number in range(run.pick(5, 3)):
+                ours.append(_turns_a_second(database, f"p{number}", count))
+                peers.append(_turns_a_second(Path(folder) / "sqlite", f"s{number}", count))
+    yield Figure(
+        name="durable turns a second in PostgreSQL, 8 sessions at once",
+        against="SQLite",
+        unit="turns/s",
+        gauge=Gauge.RATE,
+        pairs=Pairs(tuple(ours), tuple(peers)),
+        target=at_least(0.1),
+        machine=watch.machine,
+    )
+
+
+def _turns_a_second(folder: Path, name: str, count: int) -> float:
+    store = open_store(folder)
+    try:
+
+        def write(number: int) -> None:
+            session = store.create(f"{name}-{number}", "s")
+            for at in range(count):
+                message = Message(role="user", content=f"Message {at}, as long as people write them. " * 4)
+                turn = Turn(kind="turn", messages=(message,), before=session.digest, tokens=(1,) * 200)
+                session = store.add(session, [turn], parent=session.head, expected=session.head)
+
+        threads = [threading.Thread(target=write, args=[number]) for number in range(8)]
+        began = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return 8 * count / (time.perf_counter() - began)
+    finally:
+        store.close()
+
+
+@contextmanager
+def postgres() -> Iterator[Callable[..., str]]:
+    """A server that is started here; what makes the URL of a store with a folder."""
+    sys.path.append(str(Path(__file__).parents[2] / "tests"))
+    try:
+        from cluster.servers import postgres_server, program
+    except ImportError as error:
+        raise PeerMissingError(f"{error.name} is not installed: make setup") from None
+    if program("initdb") is None:
+        raise PeerMissingError("PostgreSQL is not installed: apt-get install postgresql")
+    with postgres_server() as server:
+        yield server.url
+
+
+# Waking.
+
+
+def wake(run: Run) -> Iterator[Figure]:
+    """The first token of a session that slept on another machine, its state in a shared directory, against
+    the same without a shared place. SmolLM2-135M, one thread."""
+    words = "The harbour lies still this morning, and the ferry comes in at ten past nine. "
+    text = words * run.pick(60, 25)
+    with tempfile.TemporaryDirectory() as name, postgres() as url:
+        folder = Path(name)
+        place = f"file://{folder}/shared"
+        first = url(folder / "m0")
+        size = 0
+        with _machine(first, [place]) as runtime:
+            session = runtime.session("one")
+            session.say(text, max_tokens=1, temperature=0)
+            tokens = session.token_count
+            session.sleep()
+        size = sum(each.stat().st_size for each in (folder / "shared").rglob("*") if each.is_file())
+        shared, computed = [], []
+        with Watch() as watch:
+            for number in range(run.pick(7, 3)):
+                for places, times in (([place], shared), ([], computed)):
+                    at = first.replace("%2Fm0", f"%2Fm{number + 1}{'s' if places else 'c'}")
+                    with _machine(at, places) as runtime:
+                        time.sleep(3 if places else 0)  # The lists of others are read every 2 s.
+                        session = runtime.session("one")
+                        began = time.perf_counter()
+                        session.say("Go on.", max_tokens=1, temperature=0)
+                        times.append((time.perf_counter() - began) * 1e3)
+        yield Figure(
+            name=f"first token on another machine, {tokens:,} tokens, {size / tokens:,.0f} bytes a token",
+            against="computing",
+            unit="ms",
+            gauge=Gauge.COST,
+            pairs=Pairs(tuple(shared), tuple(computed)),
+            target=at_least(1),
+            machine=watch.machine,
+        )
+
+
+@contextmanager
+def _machine(url: str, places: Sequence[str]) -> Iterator[perdure.Runtime]:
+    with perdure.open(
+        model_path(), n_ctx=4096, slots=1, threads=1, store=url, blocks=list(places) or None
+    ) as runtime:
+        yield runtime
+
+
+main = Bench("cluster", (reuse, turns, wake))

@@ -1,0 +1,7 @@
+"""`python -m bench.cluster`."""
+
+import sys
+
+from bench.cluster import main
+
+sys.exit(main())

@@ -1,0 +1,120 @@
+"""Replicas that come and go behind HAProxy: one that goes hands its sessions over, and nobody notices."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+
+import perdure
+from cluster.servers import PostgresServer, free_port
+from cluster.test_haproxy import SETTINGS, Outcome, Replica, Talker, check, haproxy
+from perdure.testing.toy import ToyModel
+
+
+def say(port: int, session: str, text: str) -> httpx.Response:
+    return httpx.post(
+        f"http://127.0.0.1:{port}/v1/chat/completions",
+        json={
+            "model": "toy",
+            "messages": [{"role": "user", "content": text}],
+            "perdure": {"session": session},
+            **SETTINGS,
+        },
+        trust_env=False,
+        timeout=60,
+    )
+
+
+def test_a_replica_that_goes_hands_its_sessions_over(
+    postgres: PostgresServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it drains it answers, and says that it goes; then all its state is in the shared place, also of
+    sessions that nobody put to sleep, and their leases are free."""
+    monkeypatch.setenv("PERDURE_TEST_DRAIN", "2")
+    place = f"file://{tmp_path}/shared"
+    first = postgres.url(tmp_path / "r0")
+    replica = Replica(first, free_port(), tmp_path / "log", place)
+    try:
+        replica.wait()
+        said = {
+            name: [
+                say(replica.port, name, f"{name} {number}: long enough for a block or two of state.")
+                for number in range(3)
+            ]
+            for name in ("a", "b", "c")
+        }
+        assert all(each.status_code == 200 for answers in said.values() for each in answers)
+        replica.process.send_signal(signal.SIGTERM)
+        while httpx.get(f"http://127.0.0.1:{replica.port}/ready", trust_env=False).status_code != 503:
+            pass
+        assert say(replica.port, "a", "One more.").status_code == 200
+        assert replica.process.wait(60) == 0
+    finally:
+        replica.kill()
+    tokens = {name: answers[-1].json()["usage"]["prompt_tokens"] for name, answers in said.items()}
+    second = first.replace("%2Fr0", "%2Fr1")
+    with perdure.open(ToyModel(), n_ctx=1024, slots=4, store=second, blocks=[place]) as runtime:
+        tier = runtime.backend.slot_cache.tiers.lower[-1].tier  # type: ignore[attr-defined]
+        tier.refresh()
+        for name, count in tokens.items():
+            session = runtime.session(name)
+            assert session.turns == (4 if name == "a" else 3)
+            reply = session.say("And now here.", max_tokens=4, temperature=0)
+            assert reply.kept
+            # Its state is there; whether it is read goes by what was measured, and a toy computes fast.
+            passed_by = re.search(r"moving (\d+) tokens from elsewhere costs more", reply.reuse.why)
+            assert max(reply.reuse.reused, int(passed_by[1]) if passed_by else 0) >= count, reply.reuse
+
+
+@pytest.mark.soak
+def test_one_to_four_and_back_without_a_failed_request(
+    postgres: PostgresServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replicas are added and drained under load, twice: every answer is a 200."""
+    monkeypatch.setenv("PERDURE_TEST_DRAIN", "5")
+    outcome, ending = Outcome(), threading.Event()
+    schema = postgres.url(tmp_path / "r0", lease=5)
+    seconds = float(os.environ.get("PERDURE_SOAK_SECONDS", 20))
+    with ExitStack() as held:
+        running = []
+        for number in range(4):
+            url = schema.replace("%2Fr0", f"%2Fr{number}")
+            running.append(Replica(url, free_port(), tmp_path / f"{number}.log", f"file://{tmp_path}/shared"))
+            held.callback(running[-1].kill)
+            running[-1].wait()
+        for each in running[1:]:
+            each.process.send_signal(signal.SIGTERM)
+            assert each.process.wait(60) == 0
+        # A busy machine may take long to answer: one that does is not one that is gone.
+        patient = "inter 500 fall 3 rise 1"
+        proxy = held.enter_context(haproxy(tmp_path, [each.port for each in running], check=patient))
+        time.sleep(1)
+        talkers = [Talker(proxy, f"c{number}", outcome, ending, True) for number in range(16)]
+        for talker in talkers:
+            talker.start()
+        for _ in range(2):
+            for each in running[1:]:
+                each.start()
+                each.wait()
+            ending.wait(seconds / 4)
+            for each in running[1:]:
+                each.process.send_signal(signal.SIGTERM)
+                assert each.process.wait(120) == 0
+            ending.wait(seconds / 4)
+        ending.set()
+        for talker in talkers:
+            talker.join()
+            if talker.failed is not None:
+                raise talker.failed
+    turns = sum(map(len, outcome.acknowledged.values()))
+    print(f"{turns} turns, longest {outcome.longest:.1f} s, {dict(outcome.seen)}")
+    assert set(outcome.seen) == {"200"}
+    check(outcome)
