@@ -34,12 +34,16 @@ def model_path() -> str:
 
 
 def decode(run: Run) -> Iterator[Figure]:
+    yield from _decode(run, "")
+
+
+def _decode(run: Run, whose: str, **environment: str) -> Iterator[Figure]:
     count = run.pick(32, 16)
     with ExitStack() as held:
-        ours, bare = (_loop(held, kind) for kind in ("ours", "bare"))
+        ours, bare = (_loop(held, kind, **environment) for kind in ("ours", "bare"))
         _agree(ours, bare, "decode", count=count)
         yield run.compare(
-            f"decode, {count} tokens one by one",
+            f"decode, {count} tokens one by one{whose}",
             ours=_rate(ours, count, "decode", count=count),
             peer=_rate(bare, count, "decode", count=count),
             against="a bare llama_decode loop",
@@ -217,20 +221,7 @@ def versions(run: Run) -> Iterator[Figure]:
     newest = Path(found.origin).parent
     # Which version is faster is llama.cpp's affair: one that is half as fast is worth a look.
     yield from _libraries(run, newest, "xllamacpp's", at_least(0.5))
-    count = run.pick(32, 16)
-    with ExitStack() as held:
-        ours, bare = (_loop(held, kind, PERDURE_LLAMA=str(newest)) for kind in ("ours", "bare"))
-        _agree(ours, bare, "decode", count=count)
-        yield run.compare(
-            f"decode, {count} tokens one by one, xllamacpp's library",
-            ours=_rate(ours, count, "decode", count=count),
-            peer=_rate(bare, count, "decode", count=count),
-            against="a bare llama_decode loop",
-            unit="tok/s",
-            gauge=Gauge.RATE,
-            target=at_least(0.98),
-            repeats=run.pick(41, 15),
-        )
+    yield from _decode(run, ", xllamacpp's library", PERDURE_LLAMA=str(newest))
 
 
 def _libraries(run: Run, other: Path, against: str, target: Target) -> Iterator[Figure]:

@@ -17,10 +17,9 @@ from collections.abc import Iterator
 import numpy as np
 
 import perdure
-from bench.harness import Bench, Figure, Gauge, Run, at_least, tokens_a_second
-from bench.processes.device import tokens
+from bench.harness import Bench, Figure, Gauge, Run, at_least
 from bench.processes.library_sampler import LibrarySampler
-from bench.processes.timed_engine import TimedModel
+from bench.processes.timed_engine import TimedModel, step_rate
 from perdure import Sampling
 from perdure.decode.sampling.sampler import CompiledChain, Sampler, draw_together
 
@@ -83,10 +82,10 @@ def steps(run: Run) -> Iterator[Figure]:
                 TimedModel(n_vocab=n_vocab, seconds=seconds) as model,
                 perdure.open(model, n_ctx=512, slots=streams, cache=0) as runtime,
             ):
-                asyncio.run(_read(runtime, streams, 8))
+                asyncio.run(step_rate(runtime, streams, 8))
                 yield run.compare(
                     f"a step of {streams} streams over {n_vocab:,} tokens, as of {name}",
-                    ours=lambda runtime=runtime, streams=streams: asyncio.run(_read(runtime, streams, count)),  # type: ignore[misc]
+                    ours=lambda runtime=runtime, streams=streams: _step(runtime, streams, count),  # type: ignore[misc]
                     peer=lambda seconds=seconds: 1e3 * seconds,  # type: ignore[misc]
                     against="the engine's part of it",
                     unit="ms",
@@ -96,16 +95,9 @@ def steps(run: Run) -> Iterator[Figure]:
                 )
 
 
-async def _read(runtime: perdure.Runtime, streams: int, count: int) -> float:
-    """Milliseconds a step, from when all replies have begun to the end of the first."""
-    times: list[list[float]] = [[] for _ in range(streams)]
-
-    async def read(index: int) -> None:
-        async for delta in runtime.astream(tokens(8, index), max_tokens=count, ignore_eos=True, seed=index):
-            times[index] += [time.perf_counter()] * len(delta.tokens)
-
-    await asyncio.gather(*(read(index) for index in range(streams)))
-    return 1e3 * streams / tokens_a_second(times)
+def _step(runtime: perdure.Runtime, streams: int, count: int) -> float:
+    """Milliseconds a step."""
+    return 1e3 * streams / asyncio.run(step_rate(runtime, streams, count))
 
 
 main = Bench("sampling", [rows, steps])

@@ -1,11 +1,24 @@
-"""What a runtime is made of, for tests that look inside."""
+"""What a runtime is made of, for tests that look inside: each private part is read here, and only here."""
 
 from __future__ import annotations
 
-from perdure import Runtime
+import threading
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from perdure import Model, Runtime
 from perdure.backend import LocalBackend
+from perdure.cache.block import BlockId
+from perdure.cache.tiers.memory import MemoryTier
+from perdure.decode.embedding import EmbeddingQueue
+from perdure.decode.engine_loop import EngineLoop
+from perdure.decode.executor import Executor
+from perdure.decode.scheduler import PrefillPacer
+from perdure.decode.sequence import SequenceGroup
 from perdure.engine.context import Context
 from perdure.engine.contract import Core
+from perdure.engine.embedder import Embedder
+from perdure.engine.llama.weights import Weights
 
 
 def inside(rt: Runtime) -> LocalBackend:
@@ -13,6 +26,52 @@ def inside(rt: Runtime) -> LocalBackend:
     return rt.backend
 
 
-def core_of(context: Context) -> Core:
+def core_of(context: Context | Embedder) -> Core:
     """The engine below a context: a test plants its faults there, and reads back what is truly cached."""
     return context._core
+
+
+def weights_of(model: Model) -> Weights:
+    """What the library has loaded, for tests that ask the library itself."""
+    return model._open()
+
+
+def nodes_of(tier: MemoryTier) -> Mapping[BlockId, Any]:
+    """The blocks that a tier keeps: a test damages them, and sees which are in use."""
+    return tier._nodes
+
+
+def executor_of(loop: EngineLoop) -> Executor:
+    return loop._executor
+
+
+def pacer_of(loop: EngineLoop) -> PrefillPacer:
+    """What decides how long a chunk of a prompt is: a test tells it how fast the engine is."""
+    return loop._pacer
+
+
+def active_in(loop: EngineLoop) -> Collection[SequenceGroup]:
+    """The requests that have slots."""
+    return loop._active
+
+
+def embeddings_of(rt: Runtime) -> EmbeddingQueue:
+    return inside(rt)._embeddings
+
+
+def embedder_of(rt: Runtime) -> Embedder:
+    """The context of a runtime that makes vectors. It is opened with the first text."""
+    embedder = embeddings_of(rt)._embedder
+    assert embedder is not None
+    return embedder
+
+
+def thread_of(loop: EngineLoop) -> threading.Thread:
+    return loop._thread
+
+
+def at_hand(rt: Runtime) -> tuple[int, int]:
+    """How many sessions a runtime has at hand, and how many bytes these take."""
+    sessions = rt.sessions
+    assert sessions._at_hand.keys() == sessions._origin_bytes.keys()
+    return len(sessions._at_hand), sessions._bytes_at_hand

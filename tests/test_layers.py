@@ -16,6 +16,7 @@ SOURCE = Path(perdure.__file__).parent
 LAYERS = (
     "errors",
     "checks",
+    "closing",
     "options",
     "request_options",
     "system",

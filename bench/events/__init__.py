@@ -7,13 +7,11 @@ and only takes its time: what an observer adds to a step of several streams.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator
 
 import perdure
-from bench.harness import Bench, Figure, Gauge, Run, at_least, tokens_a_second
-from bench.processes.device import tokens
-from bench.processes.timed_engine import TimedModel
+from bench.harness import Bench, Figure, Gauge, Run, at_least
+from bench.processes.timed_engine import TimedModel, step_rate
 from perdure.events.event import Event
 
 _PROMPT = "The history of the lighthouse begins with"
@@ -66,11 +64,11 @@ def steps(run: Run) -> Iterator[Figure]:
         ):
 
             def speed(runtime: perdure.Runtime = runtime, streams: int = streams) -> float:
-                return asyncio.run(_read(runtime, streams, count))
+                return asyncio.run(step_rate(runtime, streams, count))
 
             def observed(runtime: perdure.Runtime = runtime, streams: int = streams) -> float:
                 with runtime.observe(Counted()):
-                    return asyncio.run(_read(runtime, streams, count))
+                    return asyncio.run(step_rate(runtime, streams, count))
 
             speed()
             yield run.compare(
@@ -83,17 +81,6 @@ def steps(run: Run) -> Iterator[Figure]:
                 target=at_least(0.99),
                 repeats=run.pick(9, 3),
             )
-
-
-async def _read(runtime: perdure.Runtime, streams: int, count: int) -> float:
-    times: list[list[float]] = [[] for _ in range(streams)]
-
-    async def read(index: int) -> None:
-        async for delta in runtime.astream(tokens(8, index), max_tokens=count, ignore_eos=True, seed=index):
-            times[index] += [time.perf_counter()] * len(delta.tokens)
-
-    await asyncio.gather(*(read(index) for index in range(streams)))
-    return tokens_a_second(times)
 
 
 main = Bench("events", [decode, steps])

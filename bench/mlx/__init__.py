@@ -9,7 +9,9 @@ from __future__ import annotations
 import copy
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import perdure
 from bench.engine import model_path
 from bench.harness import Bench, Figure, Gauge, Pairs, Run, at_least
 from bench.machine import Watch
+from bench.mlx.servers import Message, Server
 from perdure.engine.mlx import packages
 from perdure.engine.registry import open_model
 
@@ -150,10 +153,69 @@ def turns(run: Run) -> Iterator[Figure]:
     )
 
 
+def servers(run: Run) -> Iterator[Figure]:
+    """Over HTTP, against mlx-lm's own server: turn 5 of 4 conversations, and one after a restart.
+
+    mlx-lm's keeps its prompt cache in memory alone: after a restart it reads the whole conversation again.
+    """
+    place, talks = folder(), run.pick(4, 2)
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as held:
+        sides = [held.enter_context(Server(kind, place, Path(scratch))) for kind in ("perdure", "mlx-lm")]
+        said: dict[str, list[list[Message]]] = {
+            side.kind: [
+                [{"role": "system", "content": f"{number}. {_SENTENCE * run.pick(10, 1)}"}]
+                for number in range(talks)
+            ]
+            for side in sides
+        }
+        taken: dict[str, list[float]] = {side.kind: [] for side in sides}
+        with Watch() as watch:
+            for turn, question in enumerate(_QUESTIONS):
+                for number in range(talks):
+                    for side in sides[:: 1 if number % 2 else -1]:
+                        talk = said[side.kind][number]
+                        talk.append({"role": "user", "content": question})
+                        first, text = side.ask(talk, 8)
+                        talk.append({"role": "assistant", "content": text})
+                        if turn == len(_QUESTIONS) - 1:
+                            taken[side.kind].append(first)
+        yield Figure(
+            name=f"first token of turn 5 of {talks} conversations, over HTTP",
+            against="mlx-lm's server",
+            unit="ms",
+            gauge=Gauge.COST,
+            pairs=Pairs(tuple(taken["perdure"]), tuple(taken["mlx-lm"])),
+            target=at_least(1.0),
+            machine=watch.machine,
+        )
+        again: dict[str, list[float]] = {side.kind: [] for side in sides}
+        with Watch() as watch:
+            for side in sides:
+                talk = [{"role": "system", "content": _SENTENCE * run.pick(50, 4)}]
+                talk.append({"role": "user", "content": _QUESTIONS[0]})
+                talk.append({"role": "assistant", "content": side.ask(talk, 4)[1]})
+                talk.append({"role": "user", "content": _QUESTIONS[1]})
+                for _ in range(run.pick(2, 1)):
+                    side.stop()
+                    side.start()
+                    # The first request warms up what is not about this conversation.
+                    side.ask([{"role": "user", "content": "Hi"}], 1)
+                    again[side.kind].append(side.ask(talk, 1)[0])
+        yield Figure(
+            name=f"first token after a restart, behind {run.pick(50, 4) * 21:,} tokens, over HTTP",
+            against="mlx-lm's server",
+            unit="ms",
+            gauge=Gauge.COST,
+            pairs=Pairs(tuple(again["perdure"]), tuple(again["mlx-lm"])),
+            target=at_least(10 if not run.quick else 1),
+            machine=watch.machine,
+        )
+
+
 def restart(run: Run) -> Iterator[Figure]:
     """The first token of a stored session after a restart, against reading it again."""
     model = open_model(folder(), {}, cells=0)
-    text = _SENTENCE * run.pick(12, 4)
+    text = _SENTENCE * run.pick(50, 4)
     woken: list[float] = []
     with tempfile.TemporaryDirectory() as place:
 
@@ -183,18 +245,25 @@ def restart(run: Run) -> Iterator[Figure]:
     )
 
 
-def agreement(run: Run) -> Iterator[Figure]:
-    """Greedy replies of llama.cpp that MLX would give too, on the same f16 weights; the others at near ties.
+@dataclass(frozen=True, slots=True)
+class Differs:
+    """Where a greedy reply of MLX would leave llama.cpp's, and how far apart the two tokens are on each."""
+
+    prompt: int
+    at: int
+    on_mlx: float
+    on_llama: float
+
+
+def differences(numbers: Sequence[int], new: int) -> Iterator[Differs | None]:
+    """For each prompt, where the two engines part within `new` tokens; None where they do not.
 
     MLX reads each reply with its prompt: where every row's best token is the one that llama.cpp chose, its
-    own greedy reply is that one. Where one is not, how far apart the two tokens are is said for both.
+    own greedy reply is that one.
     """
-    place = folder()
-    count, new = run.pick(PROMPTS, 2), run.pick(NEW, 8)
-    ours, theirs = open_model(place, {}, cells=0), open_model(str(plain()), {}, cells=512)
-    agreed = near = 0
-    with Watch() as watch, ours.context(n_ctx=512) as one, theirs.context(n_ctx=512) as other:
-        for number in range(count):
+    ours, theirs = open_model(folder(), {}, cells=0), open_model(str(plain()), {}, cells=512)
+    with ours.context(n_ctx=512) as one, theirs.context(n_ctx=512, threads=1) as other:
+        for number in numbers:
             prompt = theirs.tokenize(
                 f"<|im_start|>user\n{_ABOUT[number % len(_ABOUT)].format(number)}<|im_end|>\n"
                 "<|im_start|>assistant\n",
@@ -210,20 +279,33 @@ def agreement(run: Run) -> Iterator[Figure]:
                 reply.append(int(np.argmax(rows[-1])))
             one.clear()
             one.decode([*prompt, *reply[:-1]], rows=range(len(prompt) - 1, len(prompt) + new - 1))
-            for at, token in enumerate(reply):
+            found = None
+            for at, (token, there) in enumerate(zip(reply, rows, strict=True)):
                 row = one.logits(len(prompt) - 1 + at).copy()
                 best = int(np.argmax(row))
                 if best != token:
-                    apart = float(row[best] - row[token]), float(rows[at][token] - rows[at][best])
-                    near += max(apart) <= _TIE
-                    print(
-                        f"  prompt {number} differs at token {at}: the two are {apart[0]:.4f} apart on MLX, "
-                        f"{apart[1]:.4f} on llama.cpp",
-                        flush=True,
+                    found = Differs(
+                        number, at, float(row[best] - row[token]), float(there[token] - there[best])
                     )
                     break
-            else:
+            yield found
+
+
+def agreement(run: Run) -> Iterator[Figure]:
+    """Greedy replies of llama.cpp that MLX gives too, on the same f16 weights; the others at near ties."""
+    count, new = run.pick(PROMPTS, 2), run.pick(NEW, 8)
+    agreed = near = 0
+    with Watch() as watch:
+        for found in differences(range(count), new):
+            if found is None:
                 agreed += 1
+                continue
+            near += max(found.on_mlx, found.on_llama) <= _TIE
+            print(
+                f"  prompt {found.prompt} differs at token {found.at}: the two are {found.on_mlx:.4f} apart "
+                f"on MLX, {found.on_llama:.4f} on llama.cpp",
+                flush=True,
+            )
     print(f"  {agreed} of {count} agree for {new} tokens, {near} more differ at near ties", flush=True)
     yield Figure(
         name=f"replies of {new} tokens that agree with llama.cpp's",
@@ -236,4 +318,4 @@ def agreement(run: Run) -> Iterator[Figure]:
     )
 
 
-main = Bench("mlx", (decode, turns, restart, agreement))
+main = Bench("mlx", (decode, turns, restart, servers, agreement))

@@ -5,6 +5,7 @@ A step returns at once and is over some time later; rows are waited for. They ar
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,6 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+import perdure
+from bench.harness import tokens_a_second
+from bench.processes.device import tokens
 from perdure.engine.context import Context
 from perdure.engine.contract import Adapter, Batch, Capabilities, Capture, Floats, Outcome
 from perdure.identity import Identity
@@ -153,3 +157,15 @@ class TimedModel(ToyModel):
             n_seq=n_seq,
             n_batch=512,
         )
+
+
+async def step_rate(runtime: perdure.Runtime, streams: int, count: int) -> float:
+    """Tokens a second of so many replies at once, from when all have begun to the end of the first."""
+    times: list[list[float]] = [[] for _ in range(streams)]
+
+    async def read(index: int) -> None:
+        async for delta in runtime.astream(tokens(8, index), max_tokens=count, ignore_eos=True, seed=index):
+            times[index] += [time.perf_counter()] * len(delta.tokens)
+
+    await asyncio.gather(*(read(index) for index in range(streams)))
+    return tokens_a_second(times)

@@ -92,7 +92,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ChosenValue:
     """A value that somebody chose, and where."""
 
     value: Value
@@ -168,7 +168,7 @@ def settings() -> Settings:
     )
 
 
-def _count(chosen: dict[str, Choice], name: str) -> int | str:
+def _count(chosen: dict[str, ChosenValue], name: str) -> int | str:
     """A whole number from 0, or a word: "auto" where nobody chose."""
     if name not in chosen:
         return "auto"
@@ -180,13 +180,13 @@ def _count(chosen: dict[str, Choice], name: str) -> int | str:
     return value
 
 
-def choices() -> dict[str, Choice]:
+def choices() -> dict[str, ChosenValue]:
     """What the config file and the environment say, by name; the environment wins."""
     path = config_file()
-    found = {name: Choice(value, str(path)) for name, value in read_config(path).items()}
+    found = {name: ChosenValue(value, str(path)) for name, value in read_config(path).items()}
     for setting in SETTINGS:
         if text := os.environ.get(setting.variable):
-            found[setting.name] = Choice(
+            found[setting.name] = ChosenValue(
                 parse_setting(setting.name, text, setting.variable), setting.variable
             )
     return found

@@ -20,6 +20,7 @@ from perdure.chat.options import ChatKeywords, ChatOptions, TurnKeywords
 from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.chat.template.template import Template
 from perdure.checks import check_whole
+from perdure.closing import Closing
 from perdure.decode.choice import Choice, Normalisation, OptionScoring
 from perdure.decode.embedding import EmbeddingFuture, Embeddings, RankedText, cut, ranked
 from perdure.decode.infill import InfillTokens, no_infill
@@ -42,7 +43,7 @@ D = TypeVar("D")
 R = TypeVar("R")
 
 
-class Runtime:
+class Runtime(Closing):
     """Many requests on one model. Safe from any thread and from asyncio; close it, or use `with`."""
 
     def __init__(
@@ -426,9 +427,6 @@ class Runtime:
         """Like `close`, for asyncio."""
         await asyncio.to_thread(self.close)
 
-    def __enter__(self) -> Runtime:
-        return self
-
     async def __aenter__(self) -> Runtime:
         return self
 
@@ -436,11 +434,6 @@ class Runtime:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.aclose()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _texts(given: str | Tokens | Sequence[str] | Sequence[Tokens]) -> Sequence[str | Tokens]:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from inside import core_of
+from inside import core_of, nodes_of
 from perdure import PerdureError, Reply, Stream
 from perdure.engine.contract import Outcome
 from subjects import NARROW, Row, Subject, check
@@ -318,7 +318,7 @@ class RuntimeMachine(RuleBasedStateMachine):
     @rule(block=st.integers(0, 1000), place=st.integers(0, 1 << 20))
     def damage(self, block: int, place: int) -> None:
         """A bit of what is kept turns."""
-        nodes = list(self.served.slot_cache.tier._nodes.values())
+        nodes = list(nodes_of(self.served.slot_cache.tier).values())
         if nodes:
             node = nodes[block % len(nodes)]
             name = "tail_state" if node.block.rows is None else "rows"
@@ -331,7 +331,7 @@ class RuntimeMachine(RuleBasedStateMachine):
 
     @rule(block=st.integers(0, 1000))
     def drop(self, block: int) -> None:
-        names = list(self.served.slot_cache.tier._nodes)
+        names = list(nodes_of(self.served.slot_cache.tier))
         if names:
             self.served.engine_loop.call(lambda: self.served.slot_cache.tier.drop(names[block % len(names)]))
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from inside import core_of
 from perdure.errors import InvalidInputError, ModelNotFoundError
 from perdure.testing.toy import ToyModel
 from subjects import Subject
@@ -154,7 +155,7 @@ def test_sets_take_turns(find_subject: Find, zoo_path: Names, hold: float, low: 
     toy = find_subject("toy-full")
     with served(toy, zoo_path, slots=4) as host:
         order: list[str] = []
-        core: Any = host.context._core
+        core: Any = core_of(host.context)
         scheduler: Any = host.engine_loop._scheduler
         adapt, scheduler.hold = core.adapt, hold
 

@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 )
 from numpy.typing import NDArray
 
+from inside import nodes_of
 from perdure.cache.block import Block, BlockId, block_id
 from perdure.cache.block_cache import BlockNames
 from perdure.cache.prefix_search import ANY_TOKEN
@@ -270,11 +271,11 @@ def test_looking_for_what_is_not_there_leaves_nothing_behind() -> None:
         assert tier.lookup(nobody) is None
         assert list(tier.children(nobody)) == []
         tier.drop(nobody)
-    assert not tier._roots
+    assert not list(tier.children(ROOT))
     put_all(tier, chain(distinct(1), distinct(2)))
     tier.drop(block(distinct(1)).id)
-    assert not tier._roots
-    assert not tier._nodes
+    assert not list(tier.children(ROOT))
+    assert not len(tier)
 
 
 def test_clearing_forgets_all_figures_too() -> None:
@@ -299,7 +300,7 @@ def test_p2_a_damaged_header_breaks_no_tree(field: str) -> None:
     tier = MemoryTier(9 * COST)
     blocks = chain(distinct(1), distinct(2), distinct(3))
     put_all(tier, blocks)
-    node = tier._nodes[blocks[1].id]
+    node = nodes_of(tier)[blocks[1].id]
     node.block = dataclasses.replace(node.block, **{field: wrong[field]})
     tiers = Tiers(tier)
     tokens = ids([*distinct(1), *distinct(2), *distinct(3)])
@@ -313,7 +314,7 @@ def test_p2_a_damaged_header_breaks_no_tree(field: str) -> None:
         tier.store(each)
     tier.drop(blocks[0].id)
     assert (len(tier), tier.nbytes, tier.state_bytes) == (0, 0, 0)
-    assert not tier._roots
+    assert not list(tier.children(ROOT))
 
 
 # Any history, against a plain dictionary.
@@ -379,7 +380,7 @@ class TierMachine(RuleBasedStateMachine):
         elif new.tail_state is None and covering:
             assert kept
             # Which of several covers it does not matter; the tier says which it used.
-            self.use(max(covering, key=lambda each: self.tier._nodes[each.id].worth).id)
+            self.use(max(covering, key=lambda each: nodes_of(self.tier)[each.id].worth).id)
         else:
             assert kept == self.expect_room(new.nbytes, new.parent)
             if kept:
@@ -425,7 +426,7 @@ class TierMachine(RuleBasedStateMachine):
     def it_holds_just_that(self) -> None:
         if not hasattr(self, "tier"):
             return
-        assert self.tier._nodes.keys() == self.held.keys()
+        assert nodes_of(self.tier).keys() == self.held.keys()
         assert self.tier.nbytes == sum(each.nbytes for each in self.held.values())
         assert self.tier.state_bytes == sum(each.state_bytes for each in self.held.values())
         assert max(self.tier.seen) <= self.tier.budget

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inside import core_of
+from inside import core_of, nodes_of
 from perdure import EngineError, IncompatibleStateError, Model, PerdureError, TokenError
 from perdure.cache.block import Block
 from perdure.memory import FullAttention, SlidingWindow
@@ -715,7 +715,7 @@ def test_s6_a_kept_block_of_another_row_width_is_dropped_and_computed(
     with Served(subject, slots=1) as served:
         text = served.say(subject.tokens(40)).tokens
         served.say(subject.tokens(30, 1))
-        nodes = sorted(served.slot_cache.tier._nodes.values(), key=lambda node: node.block.start)
+        nodes = sorted(nodes_of(served.slot_cache.tier).values(), key=lambda node: node.block.start)
         ours = [
             node for node in nodes if node.block.tokens.tolist() == text[node.block.start : node.block.end]
         ]
@@ -826,7 +826,7 @@ def test_what_cannot_be_moved_out_keeps_nobody_from_moving_in(toy: Subject) -> N
         answer = served.say([*text, 1])
         assert answer.tiers == {"memory": len(text) - 1}
         # And nothing counts as in use for ever.
-        assert all(not node.pins for node in served.slot_cache.tier._nodes.values())
+        assert all(not node.pins for node in nodes_of(served.slot_cache.tier).values())
 
 
 def _uncapturable(seq: int) -> Any:

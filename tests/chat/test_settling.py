@@ -10,7 +10,7 @@ import pytest
 
 import perdure
 from decode.observed import Turnstile, open_toy
-from inside import inside
+from inside import active_in, inside
 from perdure import Runtime
 from perdure.decode.request import Request
 from perdure.decode.sequence import Rank
@@ -139,7 +139,7 @@ def test_idle_work_can_be_cancelled_wherever_it_is() -> None:
         gate.open()
         assert rt.generate([5], max_tokens=1, ignore_eos=True).tokens
         assert all(output.replies[0].finish_reason == "cancelled" for output in outputs)
-        assert not [group for group in inside(rt).engine_loop._active if group.rank == Rank.IDLE]
+        assert not [group for group in active_in(inside(rt).engine_loop) if group.rank == Rank.IDLE]
 
 
 def test_what_is_appended_is_read_ahead(tmp_path: Path) -> None:

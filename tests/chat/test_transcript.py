@@ -13,15 +13,22 @@ from hypothesis import strategies as st
 
 import subjects
 from perdure.chat.transcript import ChatTokenizer, Transcript, TranscriptCache, _pattern, _tree, shared_length
+from perdure.engine.model import Model
 from perdure.testing.toy import ToyModel
 
-TOY = ChatTokenizer(ToyModel())
+TOY_MODEL = ToyModel()
+TOY = ChatTokenizer(TOY_MODEL)
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 
 
 @pytest.fixture(params=["toy-full", "llama"])
-def tokenizer(request: pytest.FixtureRequest, zoo_path: Callable[[str], Path]) -> ChatTokenizer:
-    return ChatTokenizer(subjects.find(request.param, zoo_path).model)
+def model(request: pytest.FixtureRequest, zoo_path: Callable[[str], Path]) -> Model:
+    return subjects.find(request.param, zoo_path).model
+
+
+@pytest.fixture
+def tokenizer(model: Model) -> ChatTokenizer:
+    return ChatTokenizer(model)
 
 
 @given(texts, texts, texts)
@@ -66,16 +73,15 @@ def test_a_mark_of_the_template_does(tokenizer: ChatTokenizer) -> None:
 @given(texts, texts)
 def test_tokens_that_were_read_stand_for_their_text_again(said: str, reply: str) -> None:
     prompt = TOY.encode(f"<|im_start|>user\n{TOY.guard(said)}<|im_end|>\n<|im_start|>assistant\n")
-    known = prompt + TOY.decode([*reply.encode(), *TOY._model.tokenize("<|im_end|>", special=True)])
+    known = prompt + TOY.decode([*reply.encode(), *TOY_MODEL.tokenize("<|im_end|>", special=True)])
     text = known.text + "\n<|im_start|>user\nmore<|im_end|>\n"
     found = TOY.shared_prefix(text, known)
     assert found is not None
     assert found.tokens == known.tokens
 
 
-def test_a_reply_of_odd_tokens_is_not_tokenised_again(tokenizer: ChatTokenizer) -> None:
+def test_a_reply_of_odd_tokens_is_not_tokenised_again(tokenizer: ChatTokenizer, model: Model) -> None:
     """C2: a reply's own tokens stand for its text, however it would be tokenised."""
-    model = tokenizer._model
     odd = [token for letter in "the the" for token in model.tokenize(letter, bos=False)]
     assert odd != model.tokenize("the the", bos=False) or len(odd) == 7
     end = model.tokenize("<|im_end|>", special=True, bos=False)
@@ -91,9 +97,9 @@ def test_a_reply_of_odd_tokens_is_not_tokenised_again(tokenizer: ChatTokenizer) 
     assert differs.text.endswith("<|im_start|>")
 
 
-def test_a_reply_that_was_cut_off_stands_too(tokenizer: ChatTokenizer) -> None:
+def test_a_reply_that_was_cut_off_stands_too(tokenizer: ChatTokenizer, model: Model) -> None:
     prompt = tokenizer.encode("<|im_start|>assistant\n")
-    known = prompt + tokenizer.decode(tokenizer._model.tokenize("cut o", bos=False))
+    known = prompt + tokenizer.decode(model.tokenize("cut o", bos=False))
     for follows, stands in (("<|im_end|>\n", True), (" then more", True), ("ff", False)):
         found = tokenizer.shared_prefix(known.text + follows, known)
         assert found is not None
@@ -136,7 +142,8 @@ def test_recall_keeps_to_its_limit_and_forgets_the_oldest() -> None:
     for number in range(50):
         recall.store(TOY.encode(f"<|im_start|>{number:02d} {'x' * 20}"), "")
     assert 0 < recall.nbytes <= 3000
-    assert recall.lookup("<|im_start|>00", "") is None or len(recall._held) < 5
+    oldest = recall.lookup(f"<|im_start|>00 {'x' * 20}", "")
+    assert oldest is None or not oldest.text.startswith("<|im_start|>00")
     found = recall.lookup(f"<|im_start|>49 {'x' * 20}", "")
     assert found is not None
     assert found.text.startswith("<|im_start|>49")

@@ -12,8 +12,8 @@ import numpy as np
 import perdure
 from inside import core_of, inside
 from perdure import Delta, Reply, Runtime, Stream
-from perdure.decode.sequence import TextStream
 from perdure.decode.slots import SlotAssignment
+from perdure.decode.stops import TextStream
 from perdure.memory import FullAttention, MemorySpec
 from perdure.testing.toy import Faults, Gate, ToyCore, ToyModel
 from perdure.testing.toy.faults import Trouble
@@ -170,8 +170,8 @@ def check_ledger(rt: Runtime) -> None:
     for seq in range(rt.slots):
         tokens = inside(rt).context.tokens(seq)
         assert native.newest(seq) == len(tokens) - 1
-        if isinstance(native, ToyCore) and (base := native._held[seq].base) is not None:
-            assert [base._at[pos].token for pos in sorted(base._at)] == tokens
+        if isinstance(native, ToyCore) and (held := native.tokens(seq)) is not None:
+            assert held == tokens
 
 
 def alone(kind: type[MemorySpec], prompt: str | Sequence[int], **request: Any) -> list[Reply]:

@@ -14,7 +14,7 @@ import pytest
 
 import perdure
 from decode.observed import Clock, Turnstile, alone, check_idle, core, open_toy
-from inside import inside
+from inside import core_of, embedder_of, inside
 from perdure import (
     BusyError,
     ClosedError,
@@ -134,10 +134,8 @@ def test_a_reply_waits_for_one_chunk_at_most_and_has_half_of_the_time(
 
         monkeypatch.setattr(native, "decode", noted)
 
-    queue = inside(rt)._embeddings
-    assert queue._embedder is not None
     noting("reply ", core(rt), 1.0)
-    noting("text ", queue._embedder._core, chunk_seconds)
+    noting("text ", core_of(embedder_of(rt)), chunk_seconds)
     held = threading.Event()
     inside(rt).engine_loop.post(held.wait)
     answer = rt.submit_embed([LONG] * 20)

@@ -23,7 +23,7 @@ from decode.observed import (
     read,
     trouble,
 )
-from inside import inside
+from inside import inside, pacer_of, thread_of
 from perdure import (
     BusyError,
     ClosedError,
@@ -230,7 +230,7 @@ def test_the_count_would_show_a_prompt_that_is_not_cut(monkeypatch: pytest.Monke
     """The checks above have teeth: a chunk as long as the prompt is seen."""
     steps, gate = Steps(monkeypatch), Turnstile()
     with open_toy(gate=gate, n_ctx=1024, n_batch=1024) as rt:
-        inside(rt).engine_loop._pace.chunk = 1024
+        pacer_of(inside(rt).engine_loop).chunk = 1024
         draws = serve_with_a_long_prompt(rt, steps, gate)
     assert max(steps.sizes[draws[0] : draws[-1]]) > 10 * CHUNK
 
@@ -552,7 +552,7 @@ def test_a_broken_loop_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) ->
             assert isinstance(seen.error, EngineError)
         with pytest.raises(ClosedError):
             rt.submit("more")
-        inside(rt).engine_loop._thread.join()
+        thread_of(inside(rt).engine_loop).join()
     assert len(caught) == 1
 
 
@@ -659,7 +659,7 @@ def test_closing_from_many_threads_at_once_is_one_close() -> None:
     for thread in threads:
         thread.join()
     assert outcome(job)[0].finish_reason in ("cancelled", "length")
-    assert not inside(rt).engine_loop._thread.is_alive()
+    assert not thread_of(inside(rt).engine_loop).is_alive()
 
 
 # Values that tell.

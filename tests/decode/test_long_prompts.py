@@ -11,9 +11,9 @@ import pytest
 
 import perdure
 from decode.observed import Turnstile, core, open_toy
-from inside import inside
+from inside import executor_of, inside, pacer_of
 from perdure import Runtime
-from perdure.decode.scheduler import LONGEST, TIMED, Pace
+from perdure.decode.scheduler import LONGEST, TIMED, PrefillPacer
 
 PROMPT = [40 + at % 150 for at in range(200)]
 
@@ -33,7 +33,7 @@ def rt(gate: Turnstile) -> Iterator[Runtime]:
 @pytest.mark.parametrize("speed", [19.0, 134.0, 1_000.0])
 def test_a_step_of_a_prompt_alone_takes_a_second_at_most(speed: float) -> None:
     """H7: also the first one, of which nothing is known."""
-    pace = Pace(chunk=64, largest=512, stall=0.05)
+    pace = PrefillPacer(chunk=64, largest=512, stall=0.05)
     assert pace.alone == 64
     for _ in range(20):
         pace.observe(pace.alone, pace.alone / speed)
@@ -42,7 +42,7 @@ def test_a_step_of_a_prompt_alone_takes_a_second_at_most(speed: float) -> None:
 
 
 def test_steps_that_slow_down_with_the_context_shrink_with_it() -> None:
-    pace = Pace(chunk=64, largest=512, stall=0.05)
+    pace = PrefillPacer(chunk=64, largest=512, stall=0.05)
     for depth in range(1, 40):
         pace.observe(pace.alone, pace.alone * depth / 1000)
     assert 16 <= pace.alone <= 1.3 * 1000 / 39
@@ -58,7 +58,7 @@ def test_who_looks_does_not_wait_for_a_step(rt: Runtime, gate: Turnstile) -> Non
         assert other.submit(rt.cache.stats).result(timeout=30).blocks == 0
         for look in (rt.cache.records, rt.cache.blocks, rt.cache.runs):
             assert other.submit(look).result(timeout=30) == []
-        assert not gate._open
+        assert gate.reached.is_set()
         assert not stream.done
 
 
@@ -85,7 +85,7 @@ def test_the_end_of_a_step_waits_for_who_looks(rt: Runtime, gate: Turnstile) -> 
 
 def slow(rt: Runtime) -> None:
     """Have a token take a second, as far as the loop knows."""
-    inside(rt).engine_loop._executor._pace.observe(TIMED, float(TIMED))
+    pacer_of(inside(rt).engine_loop).observe(TIMED, float(TIMED))
 
 
 def test_a_newcomer_interrupts_a_prompt_that_is_read_alone(gate: Turnstile) -> None:
@@ -111,7 +111,7 @@ def test_a_prompt_is_read_to_its_end_however_many_newcomers_come(gate: Turnstile
     """A step is interrupted once: the same step is computed when it comes again."""
     gate.open()
     with open_toy(gate=gate, n_ctx=1024, slots=3) as rt:
-        executor = inside(rt).engine_loop._executor
+        executor = executor_of(inside(rt).engine_loop)
         gate.shut()
         with rt.submit(PROMPT, max_tokens=1) as long:
             gate.reached.wait(30)
@@ -156,7 +156,7 @@ def test_an_interrupted_prompt_gets_the_reply_that_it_gets_alone(
     prompt = [20 + at % 60 for at in range(220)]
     with perdure.open(zoo_path(architecture), n_ctx=512, slots=2, exact=True, threads=1) as rt:
         alone = rt.generate(prompt=prompt, max_tokens=4, temperature=0, namespace="a").tokens
-        executor = inside(rt).engine_loop._executor
+        executor = executor_of(inside(rt).engine_loop)
         with rt.submit(prompt, max_tokens=4, temperature=0, namespace="b") as stream:
             while not stream.done:
                 slow(rt)

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from inside import pacer_of
 from perdure import Delta, Reply
 from perdure.decode.engine_loop import EngineLoop
 from perdure.decode.request import Request
-from perdure.decode.scheduler import Pace
+from perdure.decode.scheduler import PrefillPacer
 from perdure.decode.stream import Stream, one_request
 from perdure.request_options import Sampling
 from perdure.testing.toy import ToyModel
@@ -18,7 +19,7 @@ from perdure.testing.toy import ToyModel
 def settled(
     seconds_a_token: float, overhead: float = 0.0, *, stall: float = 0.05, largest: int = 2048
 ) -> int:
-    pace = Pace(chunk=64, largest=largest, stall=stall)
+    pace = PrefillPacer(chunk=64, largest=largest, stall=stall)
     for _ in range(60):
         pace.observe(pace.chunk, overhead + pace.chunk * seconds_a_token)
     return pace.chunk
@@ -35,7 +36,7 @@ def test_what_a_step_costs_besides_its_tokens_is_part_of_the_time() -> None:
 
 
 def test_a_single_slow_step_is_soon_forgotten() -> None:
-    pace = Pace(chunk=64, largest=2048, stall=0.05)
+    pace = PrefillPacer(chunk=64, largest=2048, stall=0.05)
     for _ in range(40):
         pace.observe(pace.chunk, pace.chunk / 10_000)
     pace.observe(pace.chunk, 5.0)
@@ -46,10 +47,10 @@ def test_a_single_slow_step_is_soon_forgotten() -> None:
 
 
 def test_short_steps_say_nothing_and_a_stall_of_0_keeps_the_chunk() -> None:
-    pace = Pace(chunk=64, largest=2048, stall=0.05)
+    pace = PrefillPacer(chunk=64, largest=2048, stall=0.05)
     pace.observe(15, 9.0)
     assert pace.chunk == 64
-    fixed = Pace(chunk=64, largest=2048, stall=0)
+    fixed = PrefillPacer(chunk=64, largest=2048, stall=0)
     fixed.observe(64, 9.0)
     assert fixed.chunk == 64
 
@@ -72,9 +73,9 @@ def test_steps_of_replies_say_nothing_of_how_fast_prompts_are_read() -> None:
                 stream(loop, Request(prompt=[40 + at], max_tokens=12, ignore_eos=True)) for at in range(20)
             ]
             assert [len(job.reply(60).tokens) for job in jobs] == [12] * 20
-            assert loop._pace.chunk == 64
+            assert pacer_of(loop).chunk == 64
             stream(loop, Request(prompt=[40] * 50, max_tokens=1)).reply(60)
-            assert loop._pace.chunk == context.n_batch
+            assert pacer_of(loop).chunk == context.n_batch
         finally:
             loop.close()
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import perdure
 from perdure import Runtime
-from perdure.decode.repetition import TIMES, RepetitionGuard
+from perdure.decode.stops import TIMES, RepetitionGuard
 from perdure.testing.toy import ToyModel
 
 

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from inside import weights_of
 from perdure import Model, Sampling
 from perdure.decode.sampling.sampler import CompiledChain, Sampler, draw, draw_together, weights
 from perdure.decode.sampling.stage import BreakerTable, masked, top
@@ -100,8 +101,7 @@ def accepted(seed: int) -> list[int]:
 
 def pair(model: Model, breakers: BreakerTable, sampling: Sampling, before: Sequence[int]) -> tuple[Any, Any]:
     mine = Sampler(sampling, n_ctx=N_CTX, breakers=breakers.find)
-    assert model._weights is not None
-    theirs = LibrarySampler(sampling, n_vocab=model.n_vocab, n_ctx=N_CTX, vocab=model._weights.vocab)
+    theirs = LibrarySampler(sampling, n_vocab=model.n_vocab, n_ctx=N_CTX, vocab=weights_of(model).vocab)
     mine.prime(before)
     for token in before:
         theirs.accept(token)

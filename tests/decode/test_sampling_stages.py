@@ -12,8 +12,7 @@ import pytest
 
 from perdure import Sampling
 from perdure.decode.sampling import sampler as together
-from perdure.decode.sampling.cuts import Temperature, TopK, TopP
-from perdure.decode.sampling.sampler import STAGES, Sampler, draw
+from perdure.decode.sampling.sampler import STAGES, Sampler, Temperature, TopK, TopP, draw
 from perdure.decode.sampling.stage import Breakers
 
 BREAKERS: Breakers = {3: [()], 5: [(4,)], 9: [(1, 2)]}

@@ -69,7 +69,7 @@ class PickySlots(FreshSlots):
 
     def __init__(self, context: Context, answers: dict[int, Any]) -> None:
         super().__init__(context)
-        self._answers = answers
+        self.answers = answers
 
     def acquire(
         self,
@@ -80,7 +80,7 @@ class PickySlots(FreshSlots):
         reuse: bool = True,
         pins: Sequence[KeptPrefix] = (),
     ) -> SlotAssignment | PendingPrefix | None:
-        answer = self._answers.get(len(tokens), "free")
+        answer = self.answers.get(len(tokens), "free")
         if isinstance(answer, Exception):
             raise answer
         return super().acquire(tokens) if answer == "free" else answer
@@ -132,7 +132,7 @@ def test_who_waits_for_anothers_prompt_is_asked_about_again_only_when_it_is_over
     for _ in range(10):
         assert admitted(groups, slots) == []
     assert slots.asked == 3
-    slots.over, slots._answers = True, {}
+    slots.over, slots.answers = True, {}
     assert admitted(groups, slots) == groups
     assert slots.asked == 6
 

@@ -123,6 +123,6 @@ def test_an_engine_that_is_not_left_alone_is_seen() -> None:
     """The ledger check reads the cells themselves."""
     with open_toy() as rt:
         rt.generate("some words", max_tokens=3, temperature=0)
-        core(rt)._held[0].remove(2)
+        core(rt).remove(0, 2)
         with pytest.raises(AssertionError):
             check_ledger(rt)

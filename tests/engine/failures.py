@@ -69,13 +69,13 @@ def _fuse(core: LlamaCore, after: int) -> Iterator[None]:
     lib: Any = library.load()
     nodes = iter(range(1 << 30))
     fuse = AbortCallback(lambda _: next(nodes) >= after)
-    flag = ctypes.cast(core._flag, ctypes.c_void_p)
+    flag, context = ctypes.cast(core._flag, ctypes.c_void_p), core._context
     usual = ctypes.cast(ctypes.CDLL(None).strlen, AbortCallback)
-    lib.llama_set_abort_callback(core._context, fuse, None)
+    lib.llama_set_abort_callback(context, fuse, None)
     try:
         yield
     finally:
-        lib.llama_set_abort_callback(core._context, usual, flag)
+        lib.llama_set_abort_callback(context, usual, flag)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import perdure
+from inside import weights_of
 from perdure import InvalidInputError, Model, Pooling, TokenError
 from perdure.engine.contract import PairForm
 from perdure.engine.llama.native import library
@@ -40,7 +41,7 @@ def by_library(path: Path, tokens: list[int], pooling: int, width: int) -> np.nd
         params.n_ctx = params.n_batch = params.n_ubatch = params.n_outputs_max = 256
         params.n_threads = params.n_threads_batch = 1
         params.embeddings, params.pooling_type, params.flash_attn_type = True, pooling, 1
-        context = lib.llama_init_from_model(model._open().handle, params)
+        context = lib.llama_init_from_model(weights_of(model).handle, params)
         assert lib.llama_decode(context, Batch.of((ctypes.c_int32 * len(tokens))(*tokens))) == 0
         row = np.ctypeslib.as_array(lib.llama_get_embeddings_seq(context, 0), (width,)).astype(np.float64)
         lib.llama_free(context)

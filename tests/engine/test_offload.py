@@ -16,6 +16,7 @@ import pytest
 
 import perdure
 from engine.shims import cpu_variants, needs_compiler, shim
+from inside import weights_of
 from perdure import InvalidInputError, Model, OutOfMemoryError, models
 from perdure.backend import LocalBackend
 from perdure.config import settings
@@ -287,7 +288,7 @@ def test_the_time_of_a_step_is_that_of_its_layers(zoo_path: Callable[[str], Path
         layers = models.read_card(zoo_path("llama")).layers
         assert layers is not None
         assert layers > 1
-        measured = StepTime.measure(model._open(), layers, _params(1, True, 0.0, 0.0))
+        measured = StepTime.measure(weights_of(model), layers, _params(1, True, 0.0, 0.0))
     assert measured is not None
     assert measured.on_gpu is not None
     assert 0 < measured.on_gpu < 10 * measured.seconds
@@ -309,10 +310,10 @@ def test_what_the_driver_translates_is_told_of_where_it_takes_long(
             pass
 
     with Model(zoo_path("llama"), gpu_layers=0) as model:
-        translate(model._open(), _params(1, True, 0.0, 0.0), "m.gguf")
+        translate(weights_of(model), _params(1, True, 0.0, 0.0), "m.gguf")
         assert not caplog.messages
         monkeypatch.setattr(threading, "Timer", Timer)
-        translate(model._open(), _params(1, True, 0.0, 0.0), "m.gguf")
+        translate(weights_of(model), _params(1, True, 0.0, 0.0), "m.gguf")
     assert patience == [10.0]
     [line] = caplog.messages
     assert "translates the code that m.gguf needs" in line

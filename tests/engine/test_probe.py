@@ -242,9 +242,9 @@ def test_code_that_the_driver_translates_is_told_of_and_given_time(
     empty_library(folder / "libggml-cuda.so")
     monkeypatch.setenv("PERDURE_LLAMA", str(folder))
     source = LibrarySource(kind="own", folder=folder, version="")
-    assert probe._step_seconds(source, probe.translates(source)) == 120
+    assert probe.step_seconds(source, probe.translates(source)) == 120
     monkeypatch.setattr(probe, "is_translated", lambda name: name == packaged)
-    assert probe._step_seconds(source, probe.translates(source)) == 1800
+    assert probe.step_seconds(source, probe.translates(source)) == 1800
     with caplog.at_level(logging.WARNING, logger="perdure.engine"):
         result = probe.choose().result
     assert result.usable
@@ -255,9 +255,9 @@ def test_code_that_the_driver_translates_is_told_of_and_given_time(
 
 def test_a_cuda_build_that_is_no_package_of_ours_may_have_to_be_translated(tmp_path: Path) -> None:
     source = LibrarySource(kind="own", folder=tmp_path, version="")
-    assert probe._step_seconds(source, translated=False) == 120
+    assert probe.step_seconds(source, translated=False) == 120
     (tmp_path / "libggml-cuda.so").touch()
-    assert probe._step_seconds(source, translated=False) == 1800
+    assert probe.step_seconds(source, translated=False) == 1800
 
 
 def test_a_probe_has_its_time_for_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,7 +329,7 @@ def test_a_library_whose_gpu_is_ruled_out_gives_way_to_another_with_a_gpu_but_no
     assert (chosen.source.version, chosen.passed) == (ruled_out.name, ())
     assert not chosen.result.gpu
     # The one without a GPU was not even tried.
-    assert not any(plain.name in key.folder for key in probe._read_results().values())
+    assert not any(plain.name in key.folder for key in probe.read_results().values())
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import perdure
+from inside import weights_of
 from perdure import Runtime, evaluate
 from perdure.engine.llama.native import library
 from perdure.engine.llama.native.declarations import Batch
@@ -59,7 +60,7 @@ def by_library(path: Path, window: int) -> tuple[float, float]:
         params = lib.llama_context_default_params()
         params.n_ctx = params.n_batch = params.n_ubatch = params.n_outputs_max = window
         params.n_threads = params.n_threads_batch = 1
-        context = lib.llama_init_from_model(model._open().handle, params)
+        context = lib.llama_init_from_model(weights_of(model).handle, params)
         losses = []
         for chunk in range(len(tokens) // window):
             own = tokens[chunk * window : (chunk + 1) * window]

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from inside import weights_of
 from perdure import Model
 from perdure.engine.llama.native import library
 from perdure.engine.llama.native.declarations import Adapter, Batch
@@ -82,7 +83,7 @@ def logits(path: Path, adapter: Path | None = None) -> Floats:
     """The row after four tokens, by the library itself."""
     lib = library.load()
     with Model(path) as model:
-        handle = model._open().handle
+        handle = weights_of(model).handle
         params = lib.llama_context_default_params()
         params.n_ctx = params.n_batch = params.n_ubatch = 64
         params.n_threads = params.n_threads_batch = 1

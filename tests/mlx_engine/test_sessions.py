@@ -37,6 +37,45 @@ def test_a_session_of_one_engine_goes_on_on_the_other_and_says_what_it_cost(
         assert cold.text is not None
 
 
+def test_state_of_other_weights_is_never_taken(llama: Path, own: Path, tmp_path: Path) -> None:
+    """P7: the same architecture, tokens and store; only numbers of one matrix differ."""
+    import mlx.core as mx
+
+    weights: dict[str, Any] = mx.load(str(own / "model.safetensors"))  # type: ignore[assignment]
+    weights["model.layers.0.mlp.down_proj.weight"] = weights["model.layers.0.mlp.down_proj.weight"] * 2
+    mx.eval(weights)
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), weights)
+    (tmp_path / "model.safetensors").replace(own / "model.safetensors")
+    prompt = list(range(200))
+    asked: dict[str, Any] = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    with perdure.open(str(own), n_ctx=512, slots=1) as rt:
+        cold = rt.generate(prompt, **asked).tokens
+    found = []
+    for folder in (llama, own, llama):
+        with perdure.open(str(folder), n_ctx=512, slots=1, store=tmp_path / "store") as rt:
+            found.append(rt.generate(prompt, **asked))
+    assert [reply.reuse.reused > 0 for reply in found] == [False, False, True]
+    assert found[1].tokens == cold != found[0].tokens
+
+
+def test_a_draft_of_either_engine_guesses_what_the_model_says(
+    llama: Path, zoo_path: Callable[[str], Path]
+) -> None:
+    """Guesses change no reply: those of the model itself are right, those of another one are cut off."""
+    prompt = list(range(40))
+    asked: dict[str, Any] = {"max_tokens": 24, "temperature": 0, "ignore_eos": True, "loop_guard": 0}
+    with perdure.open(str(llama), n_ctx=128, slots=1) as rt:
+        plain = rt.generate(prompt, **asked).tokens
+    accepted = []
+    for draft in (llama, zoo_path("llama")):
+        with perdure.open(str(llama), n_ctx=128, slots=1, draft=str(draft)) as rt:
+            reply = rt.generate(prompt, speculate=4, **asked)
+        assert reply.tokens == plain
+        assert reply.timings.drafted_tokens > 0
+        accepted.append(reply.timings.accepted_tokens / reply.timings.drafted_tokens)
+    assert accepted[0] > 0.8 > accepted[1]
+
+
 @pytest.mark.parametrize("kv_type", ["q8_0", "q4_0"])
 def test_a_quantised_cache_is_cut_saved_and_stepped_like_any_other(find_subject: Find, kv_type: str) -> None:
     subject = find_subject("mlx-llama")

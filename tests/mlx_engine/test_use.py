@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from perdure import CannotRewindError
 from perdure.cli.app import app
 from perdure.engine import registry
 from perdure.engine.mlx.engine import ENGINE
+from perdure.pool.spec import read_selection
 from server.live_server import live_server
 from subjects import Subject, check
 from worker.engines import QUICK
@@ -43,6 +45,18 @@ def test_a_folder_is_served_and_its_sessions_last(llama: Path, tmp_path: Path, i
         # What was computed before the restart was read from the disk.
         assert again.reuse.reused > 0
         assert sum(again.reuse.tiers.values()) == again.reuse.reused
+
+
+def test_a_server_takes_a_folder_that_is_a_model_and_one_that_holds_models(
+    llama: Path, zoo_path: Callable[[str], Path], tmp_path: Path
+) -> None:
+    (one,) = read_selection([str(llama)]).models
+    assert (one.name, one.source) == ("llama", str(llama))
+    (named,) = read_selection([f"mine={llama}"]).models
+    assert (named.name, named.source) == ("mine", str(llama))
+    shutil.copy(zoo_path("llama"), tmp_path / "toy.gguf")
+    (other,) = read_selection([str(tmp_path)]).models
+    assert other.source == str(tmp_path / "toy.gguf")
 
 
 def test_the_command_shows_a_folder(llama: Path) -> None:

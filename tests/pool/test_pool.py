@@ -51,8 +51,9 @@ def say(pool: ModelPool, model: PooledModel, session: str, text: str) -> Any:
 
 
 def until(pool: ModelPool, condition: Any) -> None:
-    with pool._changed:
-        assert pool._changed.wait_for(condition, timeout=60)
+    changed = pool._changed
+    with changed:
+        assert changed.wait_for(condition, timeout=60)
 
 
 def test_a_model_is_loaded_when_it_is_asked_for_and_not_before() -> None:

@@ -26,7 +26,7 @@ from perdure import (
 from perdure.engine.context.ledger import Undo
 from perdure.engine.contract import Batch, Outcome
 from promises import bad_inputs, children
-from promises.kinds import FULL, KINDS, Kind, positions, prompt, row_after
+from promises.kinds import FULL, KINDS, MLX, Kind, positions, prompt, row_after
 
 ZooPath = Callable[[str], Path]
 
@@ -424,12 +424,13 @@ def test_b6_a_failed_step_of_several_sequences_leaves_all_ledgers_true(
     np.testing.assert_array_equal(rows[0], rows[1])
 
 
+@pytest.mark.parametrize("kind", [FULL, *MLX[:1]], ids=str)
 def test_b6_the_check_sees_tokens_that_were_not_taken_back(
-    llama: Model, monkeypatch: pytest.MonkeyPatch
+    kind: Kind, open_model: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted: a context that does not undo."""
     monkeypatch.setattr(Undo, "carry_out", lambda self: {0: 40})
-    with FULL.open(llama) as ctx:
+    with kind.open(open_model(kind.name)) as ctx:
         ctx.decode(prompt(40))
         plant(ctx, 3, "stopped")
         with pytest.raises(DecodeCancelled):

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 import perdure
 from cache.served import BOUND
-from inside import inside
+from inside import inside, nodes_of
 from perdure import LogitsView, Model, Reply, Runtime
 from perdure.cache.block import Block, BlockId
 from perdure.cache.block_cache import BlockCache
@@ -371,7 +371,7 @@ def swap_out(checked: CheckedRuntime, base: list[int]) -> None:
 
 def damage(checked: CheckedRuntime, number: int, part: str, place: int) -> None:
     """Flip a bit in a part of the `number`-th block of what is kept."""
-    nodes = list(checked.tier._nodes.values())
+    nodes = list(nodes_of(checked.tier).values())
     node = nodes[number % len(nodes)]
     change: dict[str, Any] = {part: PARTS[part](node.block, place)}
     node.block = dataclasses.replace(node.block, **change)
@@ -454,7 +454,9 @@ def test_p2_a_dropped_block_costs_a_computation(checked: CheckedRuntime) -> None
         base = prompt(300)
         swap_out(checked, base)
         whole = [
-            name for name, node in checked.tier._nodes.items() if node.block.tokens.tolist() == base[64:128]
+            name
+            for name, node in nodes_of(checked.tier).items()
+            if node.block.tokens.tolist() == base[64:128]
         ]
         assert len(whole) == 1
         checked.raw(lambda: checked.tier.drop(whole[0]))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from decode.observed import Turnstile, open_toy
-from inside import inside
+from inside import active_in, inside
 from perdure.decode.sequence import Rank
 from server.live_server import LiveServer, live_server, opened
 
@@ -107,7 +107,7 @@ def test_every_protocol_can_say_that_a_request_is_in_the_background() -> None:
             asking = threading.Thread(target=ask)
             asking.start()
             assert gate.reached.wait(60)
-            assert [group.rank for group in inside(rt).engine_loop._active] == [Rank.BACKGROUND], path
+            assert [group.rank for group in active_in(inside(rt).engine_loop)] == [Rank.BACKGROUND], path
             gate.open()
             asking.join(60)
             assert answers == [200]

@@ -140,9 +140,9 @@ def check(talk: Talk, path: Path, rng: random.Random) -> str:
     try:
         assert session.say("Go on", max_tokens=2, temperature=0).kept
         kind = "imported whole" if not result.left_out else f"imported without {sorted(result.left_out)}"
-        if "\ufffd" not in session._history.transcript.text:
+        if "\ufffd" not in session.standing().transcript.text:
             text = talk.rt.model.detokenize(session.tokens, special=True)
-            assert text == session._history.transcript.text, "the model reads what people read"
+            assert text == session.standing().transcript.text, "the model reads what people read"
     except PerdureError as error:
         kind = f"imported, and a turn is refused: {type(error).__name__}"
     sessions.delete(session.name)

@@ -82,7 +82,7 @@ def life(subject: Subject, **settings: Any) -> type[RuleBasedStateMachine]:
                 session = self.session(name)
                 history = session.history()
                 # The tokens, read by themselves, are the text that stands for them.
-                whole = transcript(session._history.turns).text
+                whole = transcript(session.standing().turns).text
                 if "\ufffd" not in whole:
                     assert self.talk.rt.model.detokenize(session.tokens, special=True) == whole
                 assert [str(turn.messages[-1].content) for turn in history] == [

@@ -17,13 +17,11 @@ import perdure
 from perdure import CorruptStateError, SessionError, StateError, StoreDamagedError, StoreError
 from perdure.sessions.info import SessionInfo
 from perdure.sessions.sessions import Sessions
-from perdure.sessions.store.sql import rows as schema_module
 from perdure.sessions.store.sql import tables
-from perdure.sessions.store.sql.rows import row_checksum
-from perdure.sessions.store.sqlite.folder import FILE, MARK
+from perdure.sessions.store.sql import tables as schema_module
+from perdure.sessions.store.sql.tables import row_checksum
 from perdure.sessions.store.sqlite.repair import FOUND, Verification, verify
-from perdure.sessions.store.sqlite.schema import MIGRATIONS
-from perdure.sessions.store.sqlite.store import SqliteStore
+from perdure.sessions.store.sqlite.store import FILE, MARK, MIGRATIONS, SqliteStore
 from perdure.sessions.turn import Turn
 from perdure.testing.toy import ToyModel
 from sessions.talking import talking

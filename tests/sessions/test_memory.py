@@ -9,7 +9,7 @@ import pytest
 from perdure import AmbiguousError, CorruptStateError, InvalidInputError, SessionError, SessionNotFoundError
 from perdure.sessions.info import parse_address
 from perdure.sessions.store.sql import tables
-from perdure.sessions.store.sql.rows import MEMORY_COLUMNS
+from perdure.sessions.store.sql.tables import MEMORY_COLUMNS
 from perdure.store.index import Index
 from sessions.database import index_of
 from sessions.talking import ASK, said, talking, terse

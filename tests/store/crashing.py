@@ -32,9 +32,9 @@ from perdure.cache.tiers import disk as disk_tier
 from perdure.cache.tiers.disk import BlockFolder, DiskTier
 from perdure.decode.slots import KeptPrefix
 from perdure.memory import MEMORY_KINDS, FullAttention, MemorySpec
-from perdure.sessions.store.sql.rows import row_checksum, turn_values
+from perdure.sessions.store.sql.tables import row_checksum, turn_values
 from perdure.sessions.store.sqlite.repair import repair, verify
-from perdure.sessions.store.sqlite.schema import MIGRATIONS as SESSION_MIGRATIONS
+from perdure.sessions.store.sqlite.store import MIGRATIONS as SESSION_MIGRATIONS
 from perdure.sessions.store.sqlite.store import SqliteStore
 from perdure.sessions.turn import Turn
 from perdure.store.index import APPLICATION, MIGRATIONS

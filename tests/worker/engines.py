@@ -163,7 +163,7 @@ class Rigged(ToyModel):
 
     def embedder(self, **settings: Any) -> Embedder:
         embedder = super().embedder(**settings)
-        rig(embedder._core)
+        rig(core_of(embedder))
         return embedder
 
 

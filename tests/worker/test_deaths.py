@@ -214,8 +214,9 @@ def test_requests_wait_for_the_engine_in_order_and_within_the_limit(hold: Hold) 
 def await_state(rt: Runtime, *states: str) -> None:
     """Wait until the process is in one of these states."""
     supervisor = remote(rt)._supervisor
-    with supervisor._changed:
-        assert supervisor._changed.wait_for(lambda: supervisor._state in states, 60)
+    changed = supervisor._changed
+    with changed:
+        assert changed.wait_for(lambda: supervisor._state in states, 60)
 
 
 def test_an_engine_that_cannot_start_again_is_told_and_tried_at_the_next_request(hold: Hold) -> None:

@@ -128,6 +128,9 @@ def _write_weights(config: Mapping[str, Any], path: Path, seed: str) -> None:
             weights[name] = value
             continue
         numbers = random.standard_normal(shape).astype(np.float32) * np.float32(gain / np.sqrt(shape[-1]))
+        if "head" in name:
+            # Marks, and tokens without a text, are hardly ever drawn: a reply's text gives its tokens.
+            numbers[len(tokenizer.vocabulary().tokens) :] = 0
         weights[name] = mx.array(numbers)
     mx.eval(weights)
     mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "mlx"})

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 import typer
@@ -17,6 +16,7 @@ from perdure.atomic import atomic_write
 from perdure.cli.output import progress, terminal, words
 from perdure.cli.output.reply_view import ReplyView
 from perdure.cli.runtime import model_path, opened, tell_demo
+from perdure.closing import Closing
 from perdure.errors import ContextOverflow, PerdureError, SessionError, SessionNotFoundError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class PendingMessage:
             self._path.unlink(missing_ok=True)
 
 
-class Conversation:
+class Conversation(Closing):
     """One session at a time, and a model that can be changed. What goes wrong is told, and the session is as
     it was before.
 
@@ -118,14 +118,6 @@ class Conversation:
         if self._extra is not None:
             self._extra.close()
         self.runtime.close()
-
-    def __enter__(self) -> Conversation:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     @property
     def kept(self) -> bool:

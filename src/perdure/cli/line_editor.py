@@ -78,7 +78,7 @@ class LineEditor:
 
     def _line(self, prompt: str, *, remember: bool = True) -> str:
         if sys.stdout.isatty():
-            with _nudged(), terminal.keys_shown():
+            with _interruptible(), terminal.keys_shown():
                 line = input(prompt)
         else:
             # Standard output is somebody else's: it gets replies alone.
@@ -98,7 +98,7 @@ class LineEditor:
 
 
 @contextlib.contextmanager
-def _nudged() -> Iterator[None]:
+def _interruptible() -> Iterator[None]:
     """While this is open, no signal waits for the next key.
 
     One that comes while the prompt is being drawn is noted by Python, but the wait for a key that follows

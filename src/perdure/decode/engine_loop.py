@@ -23,7 +23,7 @@ from perdure.decode.scheduler import (
     BatchScheduler,
     Budget,
     ExactScheduler,
-    Pace,
+    PrefillPacer,
     Scheduler,
     Step,
     admit,
@@ -96,18 +96,18 @@ class EngineLoop:
         self._limit = queue
         self._exact = exact
         # Exact replies are cut at fixed places, however long that takes.
-        self._pace = Pace(chunk=chunk, largest=context.n_batch, stall=0 if exact else stall)
+        self._pacer = PrefillPacer(chunk=chunk, largest=context.n_batch, stall=0 if exact else stall)
         self._scheduler: Scheduler = ExactScheduler() if exact else BatchScheduler(hold=stall)
         rows = context.capabilities.max_outputs
         self._budget = Budget(
-            tokens=context.n_batch, rows=rows, chunk=self._pace.chunk, alone=self._pace.alone
+            tokens=context.n_batch, rows=rows, chunk=self._pacer.chunk, alone=self._pacer.alone
         )
         self._slots = slots or FreshSlots(context)
         self._speculator = None if exact or not drafters else Speculator(drafters, n_ctx=context.n_ctx)
         # Asked for at every token.
         self._piece = functools.cache(model.piece)
         self._events = StepEvents(events or EventHub(), context, self._piece)
-        self._executor = Executor(context, self._slots, self._pace, self._events, self._speculator)
+        self._executor = Executor(context, self._slots, self._pacer, self._events, self._speculator)
         self._grammars = Grammars(model)
         self._breakers = BreakerTable(model)
         self._adapters = adapters or AdapterTable(getattr(model, "adapter", None))
@@ -149,8 +149,11 @@ class EngineLoop:
         with self._changed:
             if self._closing:
                 raise ClosedError("this runtime is closed")
+            group.event_id = request.event_id or next(self._events.hub.ids)
+            watched = request.observe is not None or self._events.hub.on
             if request.idle:
-                self._events.queued(group, request)
+                if watched:
+                    self._events.queued(group, request)
                 self._idle.append(group)
                 self._changed.notify_all()
                 return group
@@ -163,7 +166,8 @@ class EngineLoop:
                     waiting=waiting,
                     limit=self._limit,
                 )
-            self._events.queued(group, request)
+            if watched:
+                self._events.queued(group, request)
             self._waiting.append(group)
             if group.deadline is not None:
                 self._next_deadline = min(self._next_deadline, group.deadline)
@@ -284,9 +288,9 @@ class EngineLoop:
         elif self._idle and not self._active:
             self._admit_idle()
         self._turn += 1
-        pace = self._pace
-        if self._budget.chunk != pace.chunk or self._budget.alone != pace.alone:
-            self._budget = replace(self._budget, chunk=pace.chunk, alone=pace.alone)
+        pacer = self._pacer
+        if self._budget.chunk != pacer.chunk or self._budget.alone != pacer.alone:
+            self._budget = replace(self._budget, chunk=pacer.chunk, alone=pacer.alone)
         for step in self._scheduler.plan(self._active, self._slots, self._budget, turn=self._turn):
             # At every token: a generator would take longer than to look.
             tokens = 0

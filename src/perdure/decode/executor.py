@@ -16,7 +16,7 @@ import numpy as np
 from perdure import system
 from perdure.decode.sampling.sampler import CompiledChain, Sampler, draw, draw_together
 from perdure.decode.sampling.stage import Candidates
-from perdure.decode.scheduler import TIMED, Budget, Chunk, Pace, Step
+from perdure.decode.scheduler import TIMED, Budget, Chunk, PrefillPacer, Step
 from perdure.decode.sequence import SequenceGroup, TokenSequence
 from perdure.decode.slots import SlotAssignment, Slots
 from perdure.decode.speculation.speculator import Speculator
@@ -55,7 +55,7 @@ class Executor:
         self,
         context: Context,
         slots: Slots,
-        pace: Pace,
+        pacer: PrefillPacer,
         events: StepEvents,
         speculator: Speculator | None = None,
     ) -> None:
@@ -63,7 +63,7 @@ class Executor:
         self._context = context
         self._speculator = speculator
         self._slots = slots
-        self._pace = pace
+        self._pacer = pacer
         # Reentrant: the garbage collector drops jobs, and so cancels requests, anywhere.
         self._lock = threading.RLock()
         self._in_flight: Step = ()
@@ -96,7 +96,7 @@ class Executor:
             chunk = self._in_flight[0]
             place = (id(chunk.sequence), chunk.start)
             passed = time.monotonic() - self._began
-            left = self._pace.seconds(chunk.count) - passed
+            left = self._pacer.seconds(chunk.count) - passed
             if place != self._interrupted and left > max(PATIENCE, passed):
                 self._interrupted = place
                 self._context.cancel()
@@ -241,7 +241,7 @@ class Executor:
                 self._seconds = time.monotonic() - started
                 if prompts >= TIMED:
                     self._slots.timed(total, self._seconds)
-                    self._pace.observe(total, self._seconds)
+                    self._pacer.observe(total, self._seconds)
         finally:
             with self._lock:
                 self._in_flight = ()

@@ -319,7 +319,7 @@ def _prompt_chunk(
     return Chunk(group, sequence, sequence.cached, count)
 
 
-class Pace:
+class PrefillPacer:
     """The size of a prompt's chunk, learned from the steps that were taken: `chunk` while others wait,
     `alone` while nobody does.
 

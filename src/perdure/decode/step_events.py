@@ -1,6 +1,6 @@
 """Events of requests: what the engine loop tells whoever subscribed.
 
-Every call here is made only while the hub is on: while nobody looks, nothing is computed for it.
+Every call here is made only where somebody looks: while nobody does, nothing is computed for it.
 """
 
 from __future__ import annotations
@@ -50,9 +50,8 @@ class StepEvents:
         self._looked = 0.0
 
     def queued(self, group: SequenceGroup, request: Request) -> None:
-        """A request was taken. The only call that is made while the hub is off."""
+        """A request was taken, while the hub is on or with somebody who observes it."""
         hub = self.hub
-        group.event_id = request.event_id or hub.new_id()
         if request.observe is not None:
             if isinstance(request.observe, Subscription):
                 hub.forward(group.event_id, request.observe)

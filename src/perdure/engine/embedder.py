@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import enum
 import threading
-from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
 
+from perdure.closing import Closing
 from perdure.engine.contract import Batch, BatchPart, Core, Floats, Outcome, Tokens, token_array
 from perdure.errors import (
     ClosedError,
@@ -45,7 +45,7 @@ class Reading:
         self.pooled: NDArray[np.float64] | None = None
 
 
-class Embedder:
+class Embedder(Closing):
     """A native context for texts that are read once.
 
     Always holds: a vector depends on its text alone, to the last bit; it has length 1 and finite numbers (one
@@ -116,14 +116,6 @@ class Embedder:
             if not self._closed:
                 self._closed = True
                 self._core.close()
-
-    def __enter__(self) -> Embedder:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _read(self, reading: Reading) -> Floats:
         chunk = reading.tokens[reading.at : reading.at + self._batch.capacity]

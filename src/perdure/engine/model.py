@@ -1,10 +1,11 @@
-"""What a model is, whichever engine it is of."""
+"""What a model is, whichever engine it is of; and the calls about text that models of files share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol, Unpack
 
+from perdure.closing import Closing
 from perdure.engine.context import Context
 from perdure.engine.contract import Adapter, ContextKeywords, Tokenizer
 from perdure.engine.embedder import Embedder
@@ -39,3 +40,62 @@ class Model(Tokenizer, Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class FileTokenizer(Protocol):
+    """The vocabulary of a file."""
+
+    @property
+    def ends(self) -> frozenset[int]: ...
+    @property
+    def controls(self) -> frozenset[int]: ...
+    def tokenize(self, text: str, *, special: bool, bos: bool) -> list[int]: ...
+    def detokenize(self, tokens: Iterable[int], *, special: bool) -> str: ...
+    def piece(self, token: int, *, special: bool) -> bytes: ...
+    def check(self, token: int) -> int:
+        """`token`, if it is one of the vocabulary."""
+        ...
+
+
+class FileModel(Closing):
+    """A model whose text is read and written by the tokenizer of its file."""
+
+    def _tokenizer(self) -> FileTokenizer:
+        """Raises after `close`."""
+        raise NotImplementedError
+
+    def tokenize(self, text: str, *, special: bool = False, bos: bool = True) -> list[int]:
+        """`text` as token ids.
+
+        `bos` adds the marks around the text that the model's file asks for, and none where it asks for
+        none; `special` reads the likes of `<|im_end|>` as the tokens they name.
+        """
+        return self._tokenizer().tokenize(text, special=special, bos=bos)
+
+    def detokenize(self, tokens: Iterable[int], *, special: bool = False) -> str:
+        """The text of `tokens`; `special` writes control tokens out."""
+        return self._tokenizer().detokenize(tokens, special=special)
+
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        """The bytes of one token, which may be a part of a character."""
+        return self._tokenizer().piece(token, special=special)
+
+    def is_end(self, token: int) -> bool:
+        """Whether the model says with `token` that it is done."""
+        tokenizer = self._tokenizer()
+        return tokenizer.check(token) in tokenizer.ends
+
+    def is_control(self, token: int) -> bool:
+        """Whether `token` is a mark for the model, never text."""
+        tokenizer = self._tokenizer()
+        return tokenizer.check(token) in tokenizer.controls
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """The tokens with which the model says that it is done."""
+        return self._tokenizer().ends
+
+    @property
+    def controls(self) -> frozenset[int]:
+        """The tokens that are marks for the model, never text."""
+        return self._tokenizer().controls

@@ -9,10 +9,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import TracebackType
 from typing import Any
 
 from perdure.checks import check_whole
+from perdure.closing import Closing
 from perdure.errors import InvalidInputError
 from perdure.events.event import KINDS, Event, LateEvent, Observer, PlainEvent, event_of
 
@@ -29,7 +29,7 @@ _NAP = 0.2
 """Seconds: threads wait in short naps, since Python may miss a Ctrl-C that comes just as a wait begins."""
 
 
-class Subscription:
+class Subscription(Closing):
     """Events on their way to one reader: iterate it, or `poll` it. Close it, or use `with`.
 
     Always holds: `push` never waits; of more than `limit` events that nobody has read, the newest are dropped
@@ -142,14 +142,6 @@ class Subscription:
             self._closed(self)
         self.end()
 
-    def __enter__(self) -> Subscription:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 class EventHub:
     """Hands events on to those who subscribed.
@@ -164,15 +156,11 @@ class EventHub:
         self._changing = threading.RLock()
         self._all: tuple[Subscription, ...] = ()
         self._by_request: dict[str, Subscription] = {}
-        self._prefix = secrets.token_hex(4)
-        self._ids = itertools.count(1)
+        self.ids: Iterator[str] = map(f"{secrets.token_hex(4)}-{{}}".format, itertools.count(1))
+        """Ids for requests that no other one has, in any process."""
         self._threads: set[threading.Thread] = set()
         self._wanted = False
         self.on = False
-
-    def new_id(self) -> str:
-        """An id for a request that no other one has, in any process."""
-        return f"{self._prefix}-{next(self._ids)}"
 
     # For those who want events.
 

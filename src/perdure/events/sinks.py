@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 from typing import IO, Any
 
+from perdure.closing import Closing
 from perdure.errors import InvalidInputError
 from perdure.events.event import ChunkRead, Ended, Event, Placed, Queued, TokenDrawn
 
@@ -19,7 +20,7 @@ _OPEN = 4096
 """Requests whose end was not heard of yet; of more, the oldest spans are given up."""
 
 
-class JsonLines:
+class JsonLines(Closing):
     """Appends each event to a file, a line each. `close` it, or use `with`."""
 
     def __init__(self, target: str | os.PathLike[str] | IO[str]) -> None:
@@ -45,12 +46,6 @@ class JsonLines:
                 self._file.close()
             else:
                 self._file.flush()
-
-    def __enter__(self) -> JsonLines:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def json_line(event: Event) -> str:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, TypeAlias
 
 import numpy as np
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 
 from perdure import system
 from perdure.atomic import atomic_write
+from perdure.closing import Closing
 from perdure.engine.llama.native import library
 from perdure.errors import InvalidInputError, ModelFileError, StoreFullError
 from perdure.models.card import read_parts
@@ -65,7 +65,7 @@ class TensorInfo:
         return self.type not in ("I8", "I16", "I32", "I64", "F64", "BOOL") and self.size > 0
 
 
-class TensorFile:
+class TensorFile(Closing):
     """A model file whose tensors are read. Always holds: every tensor lies inside of its file."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -130,14 +130,6 @@ class TensorFile:
         for file in self._files.values():
             file.close()
         self._files.clear()
-
-    def __enter__(self) -> TensorFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _file(self, path: Path) -> BinaryIO:
         if path not in self._files:

@@ -21,7 +21,7 @@ from perdure import system
 from perdure.config import N_CTX
 
 if TYPE_CHECKING:
-    from perdure.models.fit import Verdict
+    from perdure.models.fit import FitLevel
 
 _COMPUTE = 400 << 20
 """Bytes for the buffers of a step and the program itself."""
@@ -63,7 +63,7 @@ def needed_memory(size: int, kv: int, n_ctx: int = N_CTX) -> int:
     return size + kv * n_ctx + _COMPUTE
 
 
-def fit_of(needed: int, free: int | None = None) -> Verdict:
+def fit_of(needed: int, free: int | None = None) -> FitLevel:
     """Whether so many bytes fit into those that are free, by the rule of `perdure fit`; a machine that does
     not say what is free is believed to have enough."""
     from perdure.models.fit import judge
@@ -111,11 +111,11 @@ def is_like_a_name(word: str) -> bool:
     }
 
 
-def ranked(free: int | None = None) -> list[tuple[CatalogueModel, Verdict]]:
+def ranked(free: int | None = None) -> list[tuple[CatalogueModel, FitLevel]]:
     """All of them with how they fit, the best first: what fits, then what is tight, then the rest; the
     recommended one before all others."""
     found = [(model, fit_of(model.memory, free)) for model in catalogue()]
-    order: Sequence[Verdict] = ("fits", "tight", "not")
+    order: Sequence[FitLevel] = ("fits", "tight", "not")
     best = recommended(free)
     return sorted(found, key=lambda each: (each[0] is not best, order.index(each[1]), -each[0].quality))
 

@@ -22,7 +22,7 @@ from perdure.config import N_CTX
 from perdure.models.card import Facts, card_of
 from perdure.models.header import Header
 
-Verdict: TypeAlias = Literal["fits", "tight", "not"]
+FitLevel: TypeAlias = Literal["fits", "tight", "not"]
 
 CACHE_BITS = {
     "f32": 32.0,
@@ -48,7 +48,7 @@ _EXPERTS = re.compile(r"blk\.\d+\.ffn_\w+_exps")
 _RECURRENT = re.compile(r"blk\.\d+\.(ssm_|time_mix|shortconv)")
 
 
-def judge(needed: float, free: float) -> Verdict:
+def judge(needed: float, free: float) -> FitLevel:
     """Whether so many bytes fit into those that are free: with some left, just so, or not."""
     if needed <= free * (1 - SPARE):
         return "fits"
@@ -179,11 +179,6 @@ class Sizes:
     def all_layers(self) -> int:
         """How many layers there are to offload: one more than the model has."""
         return len(self.layers) + 1
-
-    @property
-    def expert_layers(self) -> int:
-        """How many layers have experts."""
-        return sum(1 for each in self.experts if each)
 
     def scaled(self, weights: int) -> Sizes:
         """The same model in another quantisation, of which only the size is known."""
@@ -351,7 +346,7 @@ class Fit:
     """How a model can be opened here, and what that takes."""
 
     name: str
-    verdict: Verdict
+    verdict: FitLevel
     """`fits`; `tight`: with less than was wished, or nearly all that is free; `not`: not at all."""
     setup: Setup
     machine: Need
@@ -456,7 +451,7 @@ def _setups(sizes: Sizes, room: Room, wanted: Wanted, least: int) -> Iterator[Se
             yield dataclasses.replace(setup, gpu_layers=room.most_layers(sizes, setup))
 
 
-def _verdict(sizes: Sizes, setup: Setup, best: Setup, room: Room, wanted: Wanted) -> Verdict:
+def _verdict(sizes: Sizes, setup: Setup, best: Setup, room: Room, wanted: Wanted) -> FitLevel:
     if setup.gpu_layers < best.gpu_layers or setup.cpu_experts > best.cpu_experts:
         return "tight"
     if setup.k_type != best.k_type or (setup.slots == 1 and best.slots > 1):
@@ -505,7 +500,7 @@ def _reasons(sizes: Sizes, setup: Setup, best: Setup, room: Room, wanted: Wanted
 
 
 def _fit(
-    name: str, sizes: Sizes, setup: Setup, room: Room, verdict: Verdict, reasons: tuple[str, ...]
+    name: str, sizes: Sizes, setup: Setup, room: Room, verdict: FitLevel, reasons: tuple[str, ...]
 ) -> Fit:
     return Fit(
         name=name,

@@ -185,7 +185,8 @@ def check_aliases(aliases: Sequence[str], names: Sequence[str]) -> None:
 
 def _read(text: str, found: _Collected) -> None:
     whole = Path(text).expanduser()
-    if whole.is_dir():
+    # A folder holds models, unless it is one, as those of MLX are.
+    if whole.is_dir() and not registry.engine_for(place := str(whole.absolute())).opens(place):
         _read_folder(whole, found)
         return
     if text.endswith(".toml"):

@@ -100,11 +100,8 @@ def _prepare(app: FastAPI) -> None:
 
 def served(app_state: AppState) -> ASGIApp:
     """The routes behind everything that a request has to pass."""
-    app: ASGIApp = Auth(
-        BodyLimits(Visits(build(app_state)), lambda: app_state.limits, app_state.in_flight), app_state.keys
-    )
-    app = HostCheck(app, lambda: app_state.hosts)
-    app = Cors(app, lambda: app_state.origins)
+    app: ASGIApp = Auth(BodyLimits(Visits(build(app_state)), app_state), app_state.keys)
+    app = Cors(HostCheck(app, app_state), app_state)
     return AccessLog(app, app_state.metrics, PROTOCOLS)
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from perdure.chat.chat_format import ChatFormat
+from perdure.chat.chat_format import ChatFormat, reply_room
 from perdure.chat.message import Message
+from perdure.chat.options import ChatOptions
 from perdure.chat.plans import summary
 from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.decode.request import Reply, Request
 from perdure.decode.stream import DeltaReader, Stream
-from perdure.errors import SessionError
+from perdure.errors import ContextOverflow, SessionError
 from perdure.sessions.turn import History, Turn, context
 
 HEADING = "Summary of the conversation so far:"
@@ -71,6 +72,54 @@ def summarised(
         settings={"namespace": namespace, "deadline": deadline, **settings},
     )
     return fold_turn(turns, text, keep)
+
+
+def make_room(
+    chat_format: ChatFormat,
+    base: History,
+    start: Callable[[], Turn],
+    said: Sequence[Message],
+    *,
+    namespace: str,
+    settings: Mapping[str, Any],
+    deadline: float | None,
+) -> Generator[tuple[Request, DeltaReader[ChatDelta] | None], list[Reply], Turn | None]:
+    """The fold before a turn that says something behind `base`, where that does not fit and its settings ask
+    for a fold; else None. Nothing is stored before the turn's reply."""
+    limit = chat_format.n_ctx - 1
+    if settings.get("overflow") != "fold" or not len(base):
+        return None
+
+    def needed_by(messages: Sequence[Message]) -> tuple[int, bool]:
+        """Tokens of a prompt that starts with `messages`, and of the reply to it; and whether these are only
+        a lower bound, since it surely does not fit."""
+        room = reply_room(settings, chat_format.n_ctx)
+        options, _ = ChatOptions.split(settings)
+        try:
+            prompt = chat_format.prompt([*messages, *said], options, namespace=namespace, must_fit=True)
+        except ContextOverflow as error:
+            return error.needed + room, True
+        return len(prompt) + room, False
+
+    if needed_by(base.messages)[0] <= limit:
+        return None
+    first = start()
+    # Before anything is written: what no summary makes room for.
+    needed, at_least = needed_by(first.messages)
+    for keep in (2, 1, 0) if needed <= limit else ():
+        turns = turns_to_compact(first, base, keep)
+        own = {"adapters": settings.get("adapters")}
+        turn = yield from summarised(chat_format, turns, keep, namespace, own, deadline)
+        needed, at_least = needed_by(turn.messages)
+        if needed <= limit:
+            return turn
+    raise ContextOverflow(
+        f"even after folding, this message needs {'at least ' if at_least else ''}{needed} tokens with "
+        f"its reply, and {limit} fit: send less, or ask for a shorter reply",
+        needed=needed,
+        fits=limit,
+        at_least=at_least,
+    )
 
 
 def _said(turns: Sequence[Turn]) -> list[Turn]:

@@ -1,4 +1,4 @@
-"""One conversation that lasts.
+"""One conversation that lasts. What can be read of it is in `session_view.py`.
 
 A turn reads as it happens, in `Session._turn`: a summary first where the context is full, the reply, its
 commit. It is a plan (`decode/stream.py`): asking its stream for the reply, or reading it to the end, runs it.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import threading
 import time
 import weakref
@@ -17,7 +16,6 @@ from collections.abc import (
     Callable,
     Coroutine,
     Generator,
-    Iterable,
     Iterator,
     Mapping,
     Sequence,
@@ -26,10 +24,9 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, Unpack
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, Unpack
 
-from perdure.backend import Backend
-from perdure.chat.chat_format import ChatFormat, reply_room
+from perdure.chat.chat_format import ChatFormat
 from perdure.chat.message import Message
 from perdure.chat.options import ChatOptions, TurnKeywords
 from perdure.chat.plans import Exchange, SummaryInterrupted
@@ -41,33 +38,35 @@ from perdure.decode.request import take_deadline
 from perdure.decode.slots import Plan, ReuseReport, TierUsage
 from perdure.decode.stream import Stream, StreamPlan, submitted
 from perdure.errors import (
-    ContextOverflow,
-    CorruptStateError,
     InvalidInputError,
     PerdureError,
     SessionBusyError,
     SessionError,
-    SessionNotFoundError,
     StateError,
     StoreError,
 )
 from perdure.sessions.export import write_export
-from perdure.sessions.fold import FoldPlan, TurnStream, cut_short, fold_turn, summarised, turns_to_compact
+from perdure.sessions.fold import (
+    FoldPlan,
+    TurnStream,
+    cut_short,
+    fold_turn,
+    make_room,
+    summarised,
+    turns_to_compact,
+)
 from perdure.sessions.info import SessionInfo, SessionMemory
-from perdure.sessions.store.base import RESPONSE, SessionStore, each_turn
+from perdure.sessions.session_view import SessionView, StoreHost, count_turns
+from perdure.sessions.store.base import RESPONSE
 from perdure.sessions.turn import (
     History,
-    Read,
     Said,
     Turn,
-    TurnPage,
     TurnReference,
     added,
-    context,
     plain_settings,
     portable_settings,
     said_messages,
-    transcript,
 )
 
 S = TypeVar("S")
@@ -75,22 +74,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Host(Protocol):
+class Host(StoreHost, Protocol):
     """What a session needs of those that it is one of."""
 
     @property
-    def store(self) -> SessionStore: ...
-    @property
-    def backend(self) -> Backend:
-        """Raises where no model was loaded."""
-        ...
-
-    @property
     def chat_format(self) -> ChatFormat: ...
-    def check_open(self) -> None:
-        """Raises after `close`."""
-        ...
-
     @property
     def moving_state(self) -> threading.Lock:
         """Held while all the state of a session is in memory."""
@@ -174,7 +162,7 @@ def _in_thread(
     return twin
 
 
-class Session:
+class Session(SessionView):
     """A named conversation. Safe from any thread; one turn at a time.
 
     A turn is a transaction: it is part of the session once its reply is whole and on the disk, and else the
@@ -183,115 +171,21 @@ class Session:
     What another process has made of it in the meantime is seen by whoever reads or changes it next.
     """
 
+    _host: Host
+
     def __init__(self, host: Host, info: SessionInfo) -> None:
-        self._host = host
-        self._info = info
-        self._lock = threading.RLock()
+        super().__init__(host, info)
         self._pending: PendingTurn | None = None
-        place = TurnReference(info.head, info.digest, info.depth)
-        self._history = History.at(place, self._reader())
         self.saved: int | None = None
-        self._computed_with: tuple[Mapping[str, float] | None] | None = None
         """Tokens whose state was written. None before the first turn: that turn then shows it."""
-        self._deleted = False
+        self._computed_with: tuple[Mapping[str, float] | None] | None = None
+        """The adapters of the last turn of this process."""
         self.last: ChatReply | None = None
         """The latest reply that this process has made."""
-        if host.store.readonly:
-            # Somebody else may change it at any time.
-            self._history.turns  # noqa: B018
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.name!r}, {self._turns} turns>"
-
-    # What it is.
-
-    @property
-    def name(self) -> str:
-        return self._info.name
-
-    @property
-    def namespace(self) -> str:
-        return self._info.namespace
-
-    @property
-    def kind(self) -> str:
-        return self._info.kind
-
-    @property
-    def origin(self) -> Mapping[str, Any]:
-        """What it came from: which session, after how many turns, and how."""
-        return self._info.origin
-
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        """What is asked of every reply, unless a turn asks for something else."""
-        return self._info.settings
-
-    @property
-    def info(self) -> SessionInfo:
-        """As it was listed when it was opened."""
-        return self._info
-
-    @property
-    def system(self) -> str | None:
-        # The start of a session never changes.
-        first = self._start.messages
-        return first[0].content if first and first[0].role == "system" else None
-
-    @property
-    def turns(self) -> int:
-        self._refresh()
-        return self._turns
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """All that the model has read and written, as far as it is still in the conversation."""
-        self._refresh()
-        return tuple(self._history.transcript.tokens)
-
-    @property
-    def token_count(self) -> int:
-        """How many those are. The last turn says so: no other is read for it."""
-        self._refresh()
-        return self._history.token_count
-
-    @property
-    def turns_at_hand(self) -> int:
-        """Bytes of memory that those of its turns take that were read, about."""
-        return self._history.nbytes
-
-    @property
-    def turn_bytes(self) -> int:
-        """What its turns take in the store, apart from state."""
-        return self._host.store.nbytes(self._place(self.turns).head)
-
-    def history(self, *, limit: int | None = None, after: int = 0, nbytes: int | None = None) -> list[Turn]:
-        """Its turns, the first one first: up to `limit` of them, behind turn number `after`. With `nbytes`,
-        as many as are in so many bytes together, but one at least; no others are read."""
-        for name, value, low in (("limit", limit, 1), ("after", after, 0), ("nbytes", nbytes, 1)):
-            if value is not None and (not is_whole(value) or value < low):
-                raise InvalidInputError(f"{name} is a number from {low}, got {value!r}")
-        self._refresh()
-        if nbytes is None or self._host.store.readonly:
-            return self._history.page(after, limit)
-        with self._explaining():
-            head = self._history.place.head
-            return self._host.store.page(head, self.name, after=after, limit=limit, nbytes=nbytes)
-
-    def messages(self) -> list[Message]:
-        """What the next prompt starts with."""
-        self._refresh()
-        return list(self._history.messages)
-
-    def transcript(self, form: Literal["markdown", "jsonl"] = "markdown") -> str:
-        """The conversation as text to read, or as a message a line: everything that the model reads."""
-        self._refresh()
-        return "".join(_transcript(self.name, self._history.turns, form))
-
-    def transcript_parts(self, form: Literal["markdown", "jsonl"] = "markdown") -> Iterator[str]:
-        """The same piece by piece: no more turns are in memory than one piece is made of."""
-        self._refresh()
-        return _transcript(self.name, self._stored_turns(), form)
+    def stand_at(self, history: History, saved: int | None) -> None:
+        """Begin with turns that are at hand already, of which so many tokens have their state written."""
+        self._history, self.saved = history, saved
 
     # Talking.
 
@@ -624,7 +518,7 @@ class Session:
                 raise InvalidInputError(f"turns is a whole number from 0, got {turns!r}")
             if to is None and turns > self._turns:
                 raise InvalidInputError(
-                    f"session {self.name!r} has {_turns(self._turns)}, so it cannot go back by {turns}"
+                    f"session {self.name!r} has {count_turns(self._turns)}, so it cannot go back by {turns}"
                 )
             count = self._turns - turns if to is None else to
             self._check_turn(count, 0)
@@ -682,7 +576,15 @@ class Session:
         try:
             if settings.get("date") is None and self._host.chat_format.asks_date:
                 settings["date"] = _date(base) or extra.date or today()
-            fold = (yield from self._fold_first(pending)) if self._is_full(pending) else None
+            fold = yield from make_room(
+                self._host.chat_format,
+                base,
+                lambda: self._start,
+                pending.said,
+                namespace=self.namespace,
+                settings=settings,
+                deadline=pending.deadline,
+            )
             messages = base.messages if fold is None else fold.messages
             [exchange] = yield from self._host.chat_format.plan(
                 (*extra.preamble, *messages, *pending.said),
@@ -763,160 +665,6 @@ class Session:
             created=time.time(),
             before=before,
         )
-
-    def _is_full(self, pending: PendingTurn) -> bool:
-        """Whether a turn is to be preceded by a fold."""
-        if pending.settings.get("overflow") != "fold" or not len(pending.base):
-            return False
-        needed, _ = self._needed(pending, pending.base.messages)
-        return needed > self._host.backend.n_ctx - 1
-
-    def _needed(self, pending: PendingTurn, messages: Sequence[Message]) -> tuple[int, bool]:
-        """Tokens of a prompt that starts with `messages`, and of the reply to it; and whether these are only
-        a lower bound, since it surely does not fit."""
-        room = reply_room(pending.settings, self._host.backend.n_ctx)
-        options, _ = ChatOptions.split(pending.settings)
-        try:
-            prompt = self._host.chat_format.prompt(
-                [*messages, *pending.said], options, namespace=self.namespace, must_fit=True
-            )
-        except ContextOverflow as error:
-            return error.needed + room, True
-        return len(prompt) + room, False
-
-    def _fold_first(self, pending: PendingTurn) -> FoldPlan:
-        """The fold that makes room for a turn. Nothing is stored before the turn's reply."""
-        limit = self._host.backend.n_ctx - 1
-        # Before anything is written: what no summary makes room for.
-        needed, at_least = self._needed(pending, self._start.messages)
-        for keep in (2, 1, 0) if needed <= limit else ():
-            turns = turns_to_compact(self._start, pending.base, keep)
-            turn = yield from summarised(
-                self._host.chat_format,
-                turns,
-                keep,
-                self.namespace,
-                {"adapters": pending.settings.get("adapters")},
-                pending.deadline,
-            )
-            needed, at_least = self._needed(pending, turn.messages)
-            if needed <= limit:
-                return turn
-        raise ContextOverflow(
-            f"even after folding, this message needs {'at least ' if at_least else ''}{needed} tokens with "
-            f"its reply, and {limit} fit: send less, or ask for a shorter reply",
-            needed=needed,
-            fits=limit,
-            at_least=at_least,
-        )
-
-    # As it stands.
-
-    def standing(self, turn: int | None = None) -> History:
-        """Its turns as they are at one moment, whatever follows; up to turn number `turn`, if it is given."""
-        self._refresh()
-        history = self._history
-        if turn is None:
-            return history
-        self._check_turn(turn, 0)
-        return history.first(turn)
-
-    def stand_at(self, history: History, saved: int | None) -> None:
-        """Begin with turns that are at hand already, of which so many tokens have their state written."""
-        self._history, self.saved = history, saved
-
-    @property
-    def _turns(self) -> int:
-        return len(self._history)
-
-    def _refresh(self) -> None:
-        """Take in what another process has made of the session. A store that cannot be read changes nothing:
-        whoever writes is told of it."""
-        if self._deleted or not self._host.store.is_shared or self._host.store.readonly:
-            return
-        # First without the lock, which somebody may hold for long: mostly there is nothing new.
-        if self._is_current():
-            return
-        with self._lock, suppress(StoreError):
-            if self._is_current():
-                return
-            now = self._host.store.find(self.namespace, self.name)
-            if now.number != self._info.number:
-                self._deleted = True
-                raise SessionNotFoundError(f"session {self.name!r} was deleted")
-            self._info = now
-            self._history = History.at(TurnReference(now.head, now.digest, now.depth), self._reader())
-
-    def _is_current(self) -> bool:
-        with suppress(StoreError):
-            try:
-                head = self._host.store.head(self._info)
-            except SessionNotFoundError:
-                self._deleted = True
-                raise
-            return head == self._history.head
-        return True
-
-    def _reader(self) -> Read:
-        """Reads its turns. It does not hold the session: one that nobody holds goes at once."""
-        store, name, session = self._host.store, self.name, weakref.ref(self)
-
-        def read(place: TurnReference, count: int) -> TurnPage:
-            here = session()
-            with here._explaining() if here is not None else nullcontext():
-                return store.read(place, count, name)
-
-        return read
-
-    @contextmanager
-    def _explaining(self) -> Iterator[None]:
-        """Turns that are gone are those of a session that was deleted, or moved by another process."""
-        try:
-            yield
-        except CorruptStateError:
-            self._check_there()
-            if not self._is_current():
-                raise SessionError(f"session {self.name!r} was changed meanwhile: ask again") from None
-            raise
-
-    def _stored_turns(self) -> Iterable[Turn]:
-        """All its turns as they are now, which can be gone through several times: a page is in memory at
-        once, unless somebody else may change the store at any time."""
-        history = self._history
-        return history.turns if self._host.store.readonly else _StoredTurns(self, history.place.head)
-
-    @property
-    def _start(self) -> Turn:
-        history = self._history
-        return history.start(lambda: self._host.store.start(history.head, self.name))
-
-    def _place(self, count: int) -> TurnReference:
-        """After its first `count` turns."""
-        return self._history.first(count).place
-
-    @property
-    def _usable(self) -> Transcript:
-        return self._usable_of(self._history)
-
-    def _usable_of(self, history: History) -> Transcript:
-        """Its transcript, if the tokens are of this model."""
-        return history.transcript_under(self._host.backend.model.digest)
-
-    def _tokens_with_state(self) -> Sequence[int]:
-        """The tokens of its transcript, if they are of this model. Its turns are read page by page: no more
-        of them is in memory than the transcript itself, and nothing stays."""
-        models: set[str] = set()
-
-        def read() -> Iterator[Turn]:
-            for turn in self._stored_turns():
-                if turn.keep == (0, 0):
-                    models.clear()
-                if turn.kind != "start" and turn.added.tokens:
-                    models.add(turn.model)
-                yield turn
-
-        tokens = transcript(read()).tokens
-        return tokens if models <= {self._host.backend.model.digest} else ()
 
     # One at a time.
 
@@ -1015,22 +763,6 @@ class Session:
                 f"session {self.name!r} is answering another turn: wait for it, cancel it, or fork it"
             )
 
-    def _check_there(self) -> None:
-        self._host.check_open()
-        if self._deleted:
-            raise SessionNotFoundError(f"session {self.name!r} was deleted")
-
-    def _check_turn(self, turn: int, low: int) -> None:
-        if not is_whole(turn) or not low <= turn <= self._turns:
-            known = (
-                f"turns are numbered from {low} to {self._turns}"
-                if self._turns >= low
-                else "none can be named"
-            )
-            raise InvalidInputError(
-                f"session {self.name!r} has {_turns(self._turns)} and no turn {turn!r}: {known}"
-            )
-
 
 def _one_turn(plan: FoldPlan) -> StreamPlan[ChatDelta, Turn]:
     return [(yield from plan)]
@@ -1081,37 +813,3 @@ def _found_kept(reply: ChatReply) -> int:
     """The tokens of a prompt whose state was found where it outlives the process, or is on its way there.
     What only a slot held may not have been written yet."""
     return reply.reuse.reused - reply.reuse.tiers.get("slot", 0)
-
-
-@dataclass(frozen=True, slots=True)
-class _StoredTurns:
-    """The turns of a session that lead to `head`, read again each time they are gone through."""
-
-    session: Session
-    head: int
-
-    def __iter__(self) -> Iterator[Turn]:
-        with self.session._explaining():
-            yield from each_turn(self.session._host.store, self.head, self.session.name)
-
-
-def _transcript(name: str, turns: Iterable[Turn], form: str) -> Iterator[str]:
-    if form not in ("markdown", "jsonl"):
-        raise InvalidInputError(f"a transcript is markdown or jsonl, not {form!r}")
-    if form == "markdown":
-        yield f"# {name}\n"
-    for turn in turns:
-        for message in context([turn]):
-            plain = json.dumps(message.to_dict(), ensure_ascii=False) + "\n" if form == "jsonl" else ""
-            yield plain or _markdown(message)
-
-
-def _markdown(message: Message) -> str:
-    named = f" ({message.name})" if message.name else ""
-    thought = f"\n*reasoning*\n\n{message.reasoning}\n" if message.reasoning else ""
-    calls = "".join(f"\n`{call.name}({call.arguments})`\n" for call in message.tool_calls)
-    return f"\n**{message.role}**{named}\n{thought}\n{message.content or ''}\n{calls}"
-
-
-def _turns(count: int) -> str:
-    return f"{count} turn{'' if count == 1 else 's'}"

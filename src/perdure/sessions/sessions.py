@@ -10,13 +10,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from perdure.atomic import translate_os_errors
 from perdure.backend import Backend
 from perdure.chat.chat_format import ChatFormat
 from perdure.chat.message import Message
+from perdure.closing import Closing
 from perdure.errors import (
     AmbiguousError,
     ClosedError,
@@ -48,7 +48,7 @@ _AT_HAND, _AT_HAND_BYTES = 64, 32 << 20
 """Sessions whose turns stay in memory when nobody holds them."""
 
 
-class Sessions:
+class Sessions(Closing):
     """Opens sessions by their names, one object a session. Safe from any thread.
 
     An engine is needed only to say something and to move state: without one, sessions are listed, read,
@@ -89,14 +89,6 @@ class Sessions:
         """Refuse what is asked after `close`."""
         if self._closed:
             raise ClosedError("the runtime was closed, and its sessions with it: open it again")
-
-    def __enter__(self) -> Sessions:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     @property
     def backend(self) -> Backend:

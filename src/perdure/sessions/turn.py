@@ -433,7 +433,7 @@ class _TurnChain:
     def end(self) -> int:
         return self.first + len(self.turns)
 
-    def reach(self, depth: int) -> None:
+    def read_to(self, depth: int) -> None:
         """Have the turns from `depth` on read."""
         while self.before is not None and self.first > depth:
             assert self.read is not None
@@ -449,26 +449,26 @@ class _TurnChain:
         with self.lock:
             if self.before is not None and self.before.depth == depth:
                 return self.before
-            self.reach(depth)
+            self.read_to(depth)
             at = depth - self.first
             return TurnReference(self.numbers[at], self.turns[at].digest, depth)
 
     def turn(self, depth: int) -> Turn:
         with self.lock:
-            self.reach(depth)
+            self.read_to(depth)
             return self.turns[depth - self.first]
 
     def slice(self, start: int, end: int) -> list[Turn]:
         with self.lock:
             if start < end:
-                self.reach(start)
+                self.read_to(start)
             return self.turns[max(0, start - self.first) : max(0, end - self.first)]
 
     def up_to(self, count: int) -> _TurnChain:
         """A line of its own that starts with the first `count` turns of this one."""
         if self.before is not None and self.before.depth == count - 1:
             return _TurnChain((), (), self.before, self.read, self.start)
-        self.reach(count - 1)
+        self.read_to(count - 1)
         kept = count - self.first
         return _TurnChain(self.numbers[:kept], self.turns[:kept], self.before, self.read, self.start)
 

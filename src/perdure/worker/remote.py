@@ -94,7 +94,7 @@ class BackendClient:
             )
         if (prompt := _plain(request.prompt)) is not request.prompt:
             request = replace(request, prompt=prompt)
-        request = replace(request, event_id=request.event_id or self.events.new_id())
+        request = replace(request, event_id=request.event_id or next(self.events.ids))
         if (observer := request.observe) is not None:
             if isinstance(observer, Subscription):
                 self.events.forward(request.event_id, observer)

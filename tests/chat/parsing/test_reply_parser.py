@@ -23,7 +23,7 @@ from perdure.chat.parsing import family as module
 from perdure.chat.parsing.family import Family, Markers
 from perdure.chat.parsing.reply_parser import Part, ReplyParser, gather, parse_reply
 from perdure.chat.template.template import Template
-from perdure.decode.sequence import TextStream
+from perdure.decode.stops import TextStream
 
 
 def parts(raw: Raw, pieces: Iterable[str], mode: Any = "capture") -> list[Part]:

@@ -12,7 +12,7 @@ from perdure.cli.options.shared import Json, Yes
 from perdure.cli.output.facts import print_json
 
 if TYPE_CHECKING:
-    from perdure.engine.llama.native.probe import Choice, ProbeResult
+    from perdure.engine.llama.native.probe import ChosenLibrary, ProbeResult
     from perdure.engine.llama.native.source import LibrarySource
     from perdure.libraries import Installed
     from perdure.libraries.machine import Fit
@@ -260,7 +260,7 @@ def _rows() -> list[Row]:
     return rows
 
 
-def _row(source: LibrarySource, choice: Choice | None, failed: ProbeResult | None) -> Row:
+def _row(source: LibrarySource, choice: ChosenLibrary | None, failed: ProbeResult | None) -> Row:
     from dataclasses import replace
 
     from perdure import libraries

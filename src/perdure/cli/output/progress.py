@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console
@@ -23,6 +24,16 @@ def fetching(name: str) -> Iterator[Progress]:
     console = Console(stderr=True)
     with _bar(console, name) if console.is_terminal else _lines(console, name) as report:
         yield report
+
+
+def file_of(name: str) -> Path:
+    """A safetensors file as it is; else the model of that name, fetched first if it is not here."""
+    from perdure import models
+
+    if Path(name).suffix == ".safetensors":
+        return Path(name)
+    with fetching(name) as report:
+        return models.path(name, report)
 
 
 @contextmanager

@@ -1,4 +1,8 @@
-"""Sampling for all streams of a step: candidates row by row, then every cut for all rows at once."""
+"""Sampling for all streams of a step: candidates row by row, then every cut for all rows at once.
+
+First the cuts, a class each: which tokens of a row can be drawn, and how sharply the likelier ones are
+preferred. Then the chain of a sequence (`STAGES`, `Sampler`), and the draw.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +10,11 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.decode.sampling.cuts import (
-    Greedy,
-    MinP,
-    Mirostat,
-    Temperature,
-    TopK,
-    TopNSigma,
-    TopP,
-    Typical,
-    Xtc,
-)
 from perdure.decode.sampling.stage import (
     Bias,
     Breakers,
@@ -35,7 +28,13 @@ from perdure.decode.sampling.stage import (
     Steering,
     Table,
     Weights,
+    allowed_by,
+    at_least,
+    column,
     masked,
+    prefix,
+    top,
+    total_mass,
 )
 from perdure.engine import row_kernels
 from perdure.engine.contract import Floats
@@ -44,6 +43,257 @@ from perdure.engine.parallel import spread
 from perdure.engine.row_kernels import NothingToDraw
 from perdure.errors import EngineError
 from perdure.request_options import Sampling
+
+
+class Greedy(Cut):
+    """Temperature 0: the likeliest token."""
+
+    settings = ("temperature",)
+    replaces = True
+
+    @classmethod
+    def of(cls, sampling: Sampling, scope: Scope) -> Self | None:
+        return cls() if sampling.greedy else None
+
+    def select(self, row: Floats) -> Candidates:
+        ids = np.array([row.argmax()])
+        return Candidates(ids, row[ids])
+
+    def select_allowed(self, row: Floats, mask: Mask) -> Candidates | None:
+        # If the mask allows the likeliest of all, it is the likeliest that the mask allows.
+        likeliest = self.select(row)
+        return likeliest if allowed_by(mask, likeliest.ids)[0] else None
+
+
+class TopNSigma(Cut):
+    """Drops what is further than `n` standard deviations below the largest logit."""
+
+    settings = ("top_n_sigma",)
+
+    def __init__(self, n: float) -> None:
+        self.n = n
+
+    @classmethod
+    def of(cls, sampling: Sampling, scope: Scope) -> Self | None:
+        return cls(sampling.top_n_sigma) if sampling.top_n_sigma else None
+
+    def narrow(self, row: Floats) -> Floats:
+        finite = row[row > -np.inf].astype(np.float64)
+        if finite.size == 0:
+            return row
+        bound = np.float32(finite.max() - self.n * finite.std())
+        return np.where(row < bound, np.float32(-np.inf), row)
+
+
+class TopK(Cut):
+    """Keeps the `k` likeliest."""
+
+    settings = ("top_k",)
+
+    def __init__(self, k: int) -> None:
+        self.k = k
+
+    @classmethod
+    def of(cls, sampling: Sampling, scope: Scope) -> Self | None:
+        return cls(sampling.top_k) if sampling.top_k else None
+
+    def select(self, row: Floats) -> Candidates | None:
+        return Candidates(*top(row, self.k)) if self.k < len(row) else None
+
+    def select_allowed(self, row: Floats, mask: Mask) -> Candidates | None:
+        """Of what the mask allows, if it is found among the first few."""
+        k = self.k
+        if 4 * k >= len(row):
+            return None
+        ids, logits = top(row, 4 * k)
+        kept = np.flatnonzero(allowed_by(mask, ids))[:k]
+        # More may be allowed further down.
+        return Candidates(ids[kept], logits[kept]) if len(kept) == k and logits[kept[-1]] > -np.inf else None
+
+
+class Typical(Cut):
+    """Keeps the tokens whose surprise is nearest to the mean surprise, as many as make up the share `p`."""
+
+    settings = ("typical_p",)
+
+    def __init__(self, p: float) -> None:
+        self.p = p
+
+    @classmethod
+    def of(cls, sampling: Sampling, scope: Scope) -> Self | None:
+        return cls(sampling.typical_p) if sampling.typical_p < 1 else None
+
+    def select(self, row: Floats) -> Candidates:
+        return Candidates(*top(row, len(row)))
+
+    @classmethod
+    def cut(cls, stages: Sequence[Self | None], table: Table) -> None:
+        limits = column([math.inf if stage is None else stage.p for stage in stages])
+        p = table.shares / table.shares.sum(axis=1, keepdims=True)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            surprise = -np.log(p)
+            mean = np.where(p > 0, p * surprise, 0.0).sum(axis=1, keepdims=True)
+            distance = np.where(p > 0, np.abs(surprise - mean), np.inf)
+        order = np.argsort(distance, axis=1, kind="stable")
+        ordered = np.take_along_axis(p, order, axis=1)
+        nearest = np.cumsum(ordered, axis=1) - ordered <= limits
+        kept = np.empty_like(nearest)
+        np.put_along_axis(kept, order, nearest, axis=1)
+        table.keep(kept)
+        # The likeliest may be among what was cut.
+        table.peak = table.logits.max(axis=1, keepdims=True)
+
+
+class TopP(Cut):
+    """Keeps the likeliest that together make up the share `p`."""
+
+    settings = ("top_p",)
+
+    def __init__(self, p: float) -> None:
+        self.p = p
+
+    @classmethod
+    def of(cls, sampling: Sampling, scope: Scope) -> Self | None:
+        return cls(sampling.top_p) if sampling.top_p < 1 else None
+
+    def select(self, row: Floats) -> Candidates:
+        if row.max() == -np.inf:
+            return Candidates(*top(row, 1))
+        return Candidates(*prefix(row, self.p))
+
+    @classmethod
+    def cut(cls, stages: Sequence[Self | None], table: Table) -> None:
+        limits = column([math.inf if stage is None else stage.p for stage in stages])
+        sums = np.cumsum(table.shares, axis=1)
+        total = sums[:, -1:].copy()
+        for line, mass in enumerate(table.masses):
+            if mass is not None:
+                total[line] = mass
+        # The likeliest is never cut: nothing comes before it, and its own share is not 0.
+        table.keep((sums - table.shares < limits * total) | (table.logits == table.peak))
+
+
+class MinP(Cut):
+    """Drops what has less than the share `p` of the likeliest one's probability."""
+
+    settings = ("min_p",)
+
+    def __init__(self, p: float) -> None:
+        self.depth = math.log(p)
+        """How far a logit may be below the largest."""
+
+    @classmethod
+    def of(cls, sampling: Sampling, scope: Scope) -> Self | None:
+        return cls(sampling.min_p) if sampling.min_p > 0 else None
+
+    def select(self, row: Floats) -> Candidates:
+        return Candidates(*at_least(row, row.max() + np.float32(self.depth)))
+
+    @classmethod
+    def cut(cls, stages: Sequence[Self | None], table: Table) -> None:
+        depths = column([-math.inf if stage is None else stage.depth for stage in stages])
+        table.keep(table.logits >= table.peak + depths)
+
+
+class Xtc(Cut):
+    """XTC: with a probability, drops the tokens above a threshold but the least likely of them."""
+
+    settings = ("xtc_probability", "xtc_threshold")
+
+    def __init__(self, probability: float, threshold: float) -> None:
+        self.numbers = probability, threshold
+
+    @classmethod
+    def of(cls, sampling: Sampling, scope: Scope) -> Self | None:
+        # Two tokens cannot both have more than half.
+        chosen = sampling.xtc_probability > 0 and sampling.xtc_threshold <= 0.5
+        return cls(sampling.xtc_probability, sampling.xtc_threshold) if chosen else None
+
+    def select(self, row: Floats) -> Candidates:
+        return Candidates(*top(row, len(row)))
+
+    @classmethod
+    def cut(cls, stages: Sequence[Self | None], table: Table) -> None:
+        numbers = np.array([(-1.0, 1.0) if stage is None else stage.numbers for stage in stages])
+        probability, threshold = numbers[:, :1], numbers[:, 1:]
+        p: Weights = table.shares / table.shares.sum(axis=1, keepdims=True)
+        left = table.logits > -np.inf
+        above = (left & (p >= threshold)).sum(axis=1, keepdims=True)
+        rank = np.cumsum(left, axis=1)
+        table.keep(~(left & (table.chances <= probability) & (rank < above)))
+
+
+class Temperature(Cut):
+    """Cuts nothing: it sharpens or flattens the differences of what is left."""
+
+    settings = ("temperature",)
+
+    def __init__(self, temperature: float) -> None:
+        self.temperature = temperature
+
+    @classmethod
+    def of(cls, sampling: Sampling, scope: Scope) -> Self | None:
+        return cls(sampling.temperature)
+
+    @classmethod
+    def cut(cls, stages: Sequence[Self | None], table: Table) -> None:
+        table.temperature = column([1.0 if stage is None else stage.temperature for stage in stages])
+
+
+# Mirostat: draws that are about as surprising as was aimed at, in place of all other cuts.
+
+_TOKENS = 100
+"""The likeliest tokens that a curve is fitted through."""
+
+
+class Mirostat(Cut):
+    """Versions 1 and 2. Its state is the surprise that the next draw may have."""
+
+    settings = ("mirostat", "mirostat_tau", "mirostat_eta")
+    replaces = True
+    observes = True
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._version = sampling.mirostat
+        self._temperature = np.float32(sampling.temperature)
+        self._tau = np.float32(sampling.mirostat_tau)
+        self._eta = np.float32(sampling.mirostat_eta)
+        self._surprise = np.float32(2 * sampling.mirostat_tau)
+
+    @classmethod
+    def of(cls, sampling: Sampling, scope: Scope) -> Self | None:
+        return cls(sampling) if sampling.mirostat else None
+
+    def select(self, row: Floats) -> Candidates:
+        if row.max() == -np.inf:
+            return Candidates(*top(row, 1))
+        row = row / self._temperature
+        if self._version == 1:
+            return Candidates(*top(row, self._count(row)))
+        # No more surprising than the aim: -log2 p is at most that.
+        bound = row.max() + math.log(total_mass(row)) - float(self._surprise) * math.log(2)
+        ids, logits = at_least(row, bound)
+        return Candidates(ids, logits) if len(ids) else Candidates(*top(row, 1))
+
+    def observe(self, probability: float) -> None:
+        """Aim the next draw by how surprising this one was."""
+        error = -np.log2(np.float32(probability)) - self._tau
+        self._surprise -= self._eta * error
+
+    def _count(self, row: Floats) -> int:
+        """How many tokens a Zipf curve through the likeliest needs for the surprise that is aimed at."""
+        _, logits = top(row, min(_TOKENS, len(row)))
+        ranks = np.arange(1, len(logits), dtype=np.float32)
+        steps = np.log((ranks + 1) / ranks)
+        with np.errstate(all="ignore"):
+            slope = float((steps * (logits[:-1] - logits[1:])).sum() / (steps * steps).sum())
+            flat = np.float64(slope - 1)
+            shared = 1 - np.float64(len(row)) ** -flat
+            k = (flat * np.float64(2) ** float(self._surprise) / shared) ** (1 / np.float64(slope))
+        if math.isnan(k):
+            return 1
+        return max(1, int(min(float(k), len(row))))
+
 
 STAGES: tuple[type[Stage], ...] = (
     Bias,

@@ -9,13 +9,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perdure import system
 from perdure.checks import is_integer
+from perdure.closing import Closing
 from perdure.engine.adapters import PLAIN, AdapterSet
 from perdure.engine.context.ledger import Ledger, Mark, StepRows, Undo
 from perdure.engine.contract import (
@@ -53,7 +53,7 @@ class Failure(Exception):
         self.outcome = outcome
 
 
-class GuardedCore:
+class GuardedCore(Closing):
     """A core with its ledger, a lock, and the way back.
 
     Always holds: the ledger says what is in the cache, whatever a call ended by; calls from several threads
@@ -169,14 +169,6 @@ class GuardedCore:
                 raise
             self._closed = True
             self._core.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __del__(self) -> None:
         # The core goes with its last owner: this context, or an array borrowed from it.

@@ -57,7 +57,7 @@ def findings() -> Iterator[Finding]:
     yield from _gpus(choice)
 
 
-def _gpus(choice: probe.Choice) -> Iterator[Finding]:
+def _gpus(choice: probe.ChosenLibrary) -> Iterator[Finding]:
     """The GPUs of this machine: found, usable by which library, used, and if not why."""
     machine = read_machine()
     hidden = [f"{name}={value}" for name in HIDING if (value := os.environ.get(name)) is not None]

@@ -6,9 +6,9 @@ import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, Never, Unpack
 
 import numpy as np
@@ -52,6 +52,7 @@ from perdure.engine.llama.offload import (
 from perdure.engine.llama.preflight import check_header, rope_factors, rope_limit
 from perdure.engine.llama.tokenizer import Tokenizer
 from perdure.engine.llama.weights import Weights
+from perdure.engine.model import FileModel
 from perdure.engine.trace import Trace, checked_layers, checked_parts
 from perdure.errors import (
     ClosedError,
@@ -82,7 +83,7 @@ _LARGEST = 3.4e38
 """The library's floats end here."""
 
 
-class Model:
+class Model(FileModel):
     """Weights and a vocabulary, read from a GGUF file.
 
     It may be closed or dropped before its contexts: the weights go with the last of them.
@@ -283,44 +284,6 @@ class Model:
     @property
     def closed(self) -> bool:
         return self._weights is None
-
-    # Text.
-
-    def tokenize(self, text: str, *, special: bool = False, bos: bool = True) -> list[int]:
-        """`text` as token ids.
-
-        `bos` adds the marks around the text that the model's file asks for, and none where it asks for
-        none; `special` reads the likes of `<|im_end|>` as the tokens they name.
-        """
-        return self._tokenizer().tokenize(text, special=special, bos=bos)
-
-    def detokenize(self, tokens: Iterable[int], *, special: bool = False) -> str:
-        """The text of `tokens`; `special` writes control tokens out."""
-        return self._tokenizer().detokenize(tokens, special=special)
-
-    def piece(self, token: int, *, special: bool = False) -> bytes:
-        """The bytes of one token, which may be a part of a character."""
-        return self._tokenizer().piece(token, special=special)
-
-    def is_end(self, token: int) -> bool:
-        """Whether the model says with `token` that it is done."""
-        tokenizer = self._tokenizer()
-        return tokenizer.check(token) in tokenizer.ends
-
-    def is_control(self, token: int) -> bool:
-        """Whether `token` is a mark for the model, never text."""
-        tokenizer = self._tokenizer()
-        return tokenizer.check(token) in tokenizer.controls
-
-    @property
-    def ends(self) -> frozenset[int]:
-        """The tokens with which the model says that it is done."""
-        return self._tokenizer().ends
-
-    @property
-    def controls(self) -> frozenset[int]:
-        """The tokens that are marks for the model, never text."""
-        return self._tokenizer().controls
 
     # Contexts.
 
@@ -536,14 +499,6 @@ class Model:
     def close(self) -> None:
         """Take no more calls. The weights stay until the last context is closed."""
         self._weights = self._text = None
-
-    def __enter__(self) -> Model:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<Model {self.path.name}{', closed' if self.closed else ''}>"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Never, Unpack
 
 import mlx.core as mx
@@ -24,6 +24,7 @@ from perdure.engine.mlx.folder import read_folder
 from perdure.engine.mlx.packages import versions
 from perdure.engine.mlx.tokenizer import Tokenizer
 from perdure.engine.mlx.weights import Weights
+from perdure.engine.model import FileModel
 from perdure.errors import ClosedError, InvalidInputError, ModelFileError, OutOfMemoryError
 from perdure.identity import Identity, file_version
 from perdure.memory import MemorySpec
@@ -38,7 +39,7 @@ _BITS = {"f16": 0, "f32": 0, "bf16": 0, "q8_0": 8, "q4_0": 4}
 """Of a number in the cache; 0 is the type that the model computes in."""
 
 
-class MlxModel:
+class MlxModel(FileModel):
     """Weights and a vocabulary, read from a folder.
 
     It may be closed or dropped before its contexts: the weights go with the last of them.
@@ -114,39 +115,6 @@ class MlxModel:
     @property
     def closed(self) -> bool:
         return self._weights is None
-
-    # Text.
-
-    def tokenize(self, text: str, *, special: bool = False, bos: bool = True) -> list[int]:
-        """`text` as token ids. `bos` adds the marks around it that the tokenizer asks for; `special` reads
-        the likes of `<|im_end|>` as the tokens they name."""
-        return self._tokenizer().tokenize(text, special=special, bos=bos)
-
-    def detokenize(self, tokens: Iterable[int], *, special: bool = False) -> str:
-        """The text of `tokens`; `special` writes control tokens out."""
-        return self._tokenizer().detokenize(tokens, special=special)
-
-    def piece(self, token: int, *, special: bool = False) -> bytes:
-        """The bytes of one token, which may be a part of a character."""
-        return self._tokenizer().piece(token, special=special)
-
-    def is_end(self, token: int) -> bool:
-        """Whether the model says with `token` that it is done."""
-        tokenizer = self._tokenizer()
-        return tokenizer.check(token) in tokenizer.ends
-
-    def is_control(self, token: int) -> bool:
-        """Whether `token` is a mark for the model, never text."""
-        tokenizer = self._tokenizer()
-        return tokenizer.check(token) in tokenizer.controls
-
-    @property
-    def ends(self) -> frozenset[int]:
-        return self._tokenizer().ends
-
-    @property
-    def controls(self) -> frozenset[int]:
-        return self._tokenizer().controls
 
     # Contexts.
 
@@ -269,14 +237,6 @@ class MlxModel:
     def close(self) -> None:
         """Take no more calls. The weights stay until the last context is closed."""
         self._weights = None
-
-    def __enter__(self) -> MlxModel:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<MlxModel {self.path.name}{', closed' if self.closed else ''}>"

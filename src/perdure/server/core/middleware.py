@@ -14,7 +14,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
@@ -32,7 +32,7 @@ from perdure.server.core.api_error import (
     to_api_error,
     unauthorised,
 )
-from perdure.server.core.app_state import InFlight
+from perdure.server.core.app_state import AppState
 from perdure.server.core.keys import METRICS, Key, KeyAccount, Keys
 from perdure.server.core.metrics import Metrics
 from perdure.server.core.protocol import OPENAI, Protocol, protocol_at
@@ -186,14 +186,14 @@ _OWN = (b"same-origin", b"none")
 class HostCheck:
     """Lets a request pass if its Host is one of the server's, and no foreign page of a browser makes it."""
 
-    def __init__(self, app: ASGIApp, hosts: Callable[[], AllowedHosts | None]) -> None:
-        """`hosts` gives those of this moment: they can change while the server runs. None lets all pass."""
+    def __init__(self, app: ASGIApp, app_state: AppState) -> None:
+        """Its hosts are those of this moment: they can change while the server runs. None lets all pass."""
         self._app = app
-        self._hosts = hosts
+        self._app_state = app_state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         checked = scope["type"] in ("http", "websocket") and not _is_local_socket(scope)
-        hosts = self._hosts() if checked else None
+        hosts = self._app_state.hosts if checked else None
         if hosts is not None and (refused := _refused(hosts, scope)) is not None:
             await refuse(refused, scope, receive, send)
             return
@@ -236,13 +236,13 @@ def _forbidden(message: str, *, code: str) -> ApiError:
 class Cors:
     """Adds the headers of CORS for the origins of this moment: they can change while the server runs."""
 
-    def __init__(self, app: ASGIApp, origins: Callable[[], tuple[str, ...]]) -> None:
+    def __init__(self, app: ASGIApp, app_state: AppState) -> None:
         self._app = app
-        self._origins = origins
+        self._app_state = app_state
         self._answered: tuple[tuple[str, ...], ASGIApp] = ((), app)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        origins = self._origins()
+        origins = self._app_state.origins
         if origins != self._answered[0]:
             self._answered = origins, self._with(origins)
         await self._answered[1](scope, receive, send)
@@ -360,23 +360,22 @@ class BodyLimits:
     and what it has sent, and never a place in the queue of the engine.
     """
 
-    def __init__(self, app: ASGIApp, limits: Callable[[], Limits], in_flight: InFlight) -> None:
-        """`limits` gives those of this moment: they can change while the server runs."""
+    def __init__(self, app: ASGIApp, app_state: AppState) -> None:
         self._app = app
-        self._current = limits
-        self._in_flight = in_flight
+        self._app_state = app_state
         self._uploads = 0
 
     @property
     def _limits(self) -> Limits:
-        return self._current()
+        """Those of this moment: they can change while the server runs."""
+        return self._app_state.limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         try:
-            with self._in_flight.admit(self._limits.requests):
+            with self._app_state.in_flight.admit(self._limits.requests):
                 scope = typed(scope)
                 if scope["path"] in UPLOADS:
                     await self._upload(scope, receive, send)

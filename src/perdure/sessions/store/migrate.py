@@ -14,8 +14,8 @@ from typing import Any
 
 from perdure.errors import CorruptStateError, PerdureError, SessionNotFoundError
 from perdure.sessions.info import SessionInfo, SessionMemory
-from perdure.sessions.store.sql.rows import read_memory, read_session
 from perdure.sessions.store.sql.store import SqlStore
+from perdure.sessions.store.sql.tables import read_memory, read_session
 from perdure.sessions.turn import Turn
 
 _PASSES = 20

@@ -16,9 +16,8 @@ from perdure.sessions.store.postgres.place import PostgresPlace, is_url, place_i
 from perdure.sessions.store.sql.store import SqlStore
 from perdure.sessions.store.sqlite import backup, repair
 from perdure.sessions.store.sqlite.backup import Backup, restore
-from perdure.sessions.store.sqlite.folder import FILE
 from perdure.sessions.store.sqlite.repair import FOUND, Progress, Verification
-from perdure.sessions.store.sqlite.store import SqliteStore
+from perdure.sessions.store.sqlite.store import FILE, SqliteStore
 
 if TYPE_CHECKING:
     from perdure.sessions.store.postgres.accounts import Accounts

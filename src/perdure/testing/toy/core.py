@@ -220,6 +220,11 @@ class ToyCore:
     def oldest(self, seq: int) -> int:
         return self._at(seq).oldest()
 
+    def tokens(self, seq: int) -> list[int] | None:
+        """What the rows of a sequence are of, cell by cell; None where its memory has none."""
+        base = self._at(seq).base
+        return None if base is None else base.tokens()
+
     def remove(self, seq: int, start: int) -> None:
         held = self._at(seq)
         if not self.faults.strikes():
@@ -351,6 +356,9 @@ class Cells:
 
     def __len__(self) -> int:
         return len(self._at)
+
+    def tokens(self) -> list[int]:
+        return [self._at[pos].token for pos in sorted(self._at)]
 
     def oldest(self) -> int:
         return min(self._at, default=-1)

@@ -6,12 +6,13 @@ import dataclasses
 import hashlib
 import re
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Unpack
 
 import numpy as np
 
 from perdure.checks import check_whole
+from perdure.closing import Closing
 from perdure.config import N_CTX, SLOTS
 from perdure.engine.context import Context
 from perdure.engine.contract import Capabilities, ContextKeywords, ModelInfo, check_token
@@ -37,7 +38,7 @@ _ROWS = 16
 _WINDOW = 8
 
 
-class ToyModel:
+class ToyModel(Closing):
     """Weights that are one number, over a vocabulary of the 256 bytes and a few marks.
 
     The same seed, kind and window always give the same logits for the same tokens, at any batch shape.
@@ -243,14 +244,6 @@ class ToyModel:
     def close(self) -> None:
         """Take no more calls. Open contexts go on."""
         self._closed = True
-
-    def __enter__(self) -> ToyModel:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<ToyModel {self._memory.name}{', closed' if self._closed else ''}>"

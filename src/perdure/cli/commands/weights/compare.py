@@ -28,9 +28,8 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Compare two model files tensor by tensor. The exit code is 1 where tensors differ."""
-    from perdure.cli.commands.weights.places import file_of
     from perdure.cli.output.facts import print_json
-    from perdure.cli.output.progress import working
+    from perdure.cli.output.progress import file_of, working
     from perdure.files.compare import compare as compare_files
 
     with working("Comparing") as progress:

@@ -78,9 +78,8 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Measure how good a model is. Perplexity of a text; answers, choices, patterns and schemas of tasks."""
-    from perdure.cli.commands.weights.places import file_of
     from perdure.cli.output.facts import print_json
-    from perdure.cli.output.progress import working
+    from perdure.cli.output.progress import file_of, working
     from perdure.errors import InvalidInputError
     from perdure.evaluation.evaluate import compare, read_report, write_report
     from perdure.evaluation.evaluate import evaluate as measure

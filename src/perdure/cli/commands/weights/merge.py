@@ -46,8 +46,7 @@ def merge(
     kind: _Kind = None,
 ) -> None:
     """Merge models of one architecture and size."""
-    from perdure.cli.commands.weights.places import file_of
-    from perdure.cli.output.progress import working
+    from perdure.cli.output.progress import file_of, working
     from perdure.errors import InvalidInputError
     from perdure.files.merge import METHODS
     from perdure.files.merge import merge as write
@@ -90,8 +89,7 @@ def fuse(
     kind: _Kind = None,
 ) -> None:
     """Write a model with a LoRA adapter in its weights."""
-    from perdure.cli.commands.weights.places import file_of
-    from perdure.cli.output.progress import working
+    from perdure.cli.output.progress import file_of, working
     from perdure.files.merge import fuse as write
 
     with working(f"Writing {target.name}") as progress:
@@ -116,7 +114,7 @@ def convert(
     ],
 ) -> None:
     """Convert a LoRA adapter or a trained model to GGUF."""
-    from perdure.cli.commands.weights.places import file_of
+    from perdure.cli.output.progress import file_of
     from perdure.files.peft import convert_peft
     from perdure.files.trained import convert_trained, is_trained
 

@@ -67,9 +67,8 @@ def quantize(
 
     from rich.filesize import decimal
 
-    from perdure.cli.commands.weights.places import file_of
     from perdure.cli.output.facts import tell
-    from perdure.cli.output.progress import working
+    from perdure.cli.output.progress import file_of, working
     from perdure.errors import InvalidInputError
     from perdure.files.quantize import importance_matrix
     from perdure.files.quantize import quantize as write

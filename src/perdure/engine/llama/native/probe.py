@@ -130,7 +130,7 @@ class ProbeResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class ChosenLibrary:
     """The library to use, what its probe found, and the same of those before it that are not used."""
 
     source: LibrarySource
@@ -138,7 +138,7 @@ class Choice:
     passed: tuple[ProbeResult, ...] = ()
 
 
-def choose() -> Choice:
+def choose() -> ChosenLibrary:
     """The first library that runs here; one whose GPU is ruled out gives way to one that uses a GPU.
 
     What did not run, and what is used instead, is said in the log when it is found out.
@@ -169,8 +169,8 @@ def choose() -> Choice:
 
 def _choice(
     source: LibrarySource, result: ProbeResult, passed: Sequence[tuple[LibrarySource, ProbeResult]]
-) -> Choice:
-    return Choice(source=source, result=result, passed=tuple(each for _, each in passed))
+) -> ChosenLibrary:
+    return ChosenLibrary(source=source, result=result, passed=tuple(each for _, each in passed))
 
 
 def _sources(passed: Sequence[tuple[LibrarySource, ProbeResult]]) -> Iterator[LibrarySource]:
@@ -188,7 +188,7 @@ def _sources(passed: Sequence[tuple[LibrarySource, ProbeResult]]) -> Iterator[Li
         yield fetch_library()
 
 
-def _told(choice: Choice, new: bool) -> Choice:
+def _told(choice: ChosenLibrary, new: bool) -> ChosenLibrary:
     """Say in one line what does not run here and what is used instead, if it was found out just now."""
     parts = []
     for failed in (*choice.passed, choice.result):
@@ -209,7 +209,7 @@ def _told(choice: Choice, new: bool) -> Choice:
 
 def remembered(source: LibrarySource) -> ProbeResult | None:
     """What an earlier probe of a library found; None where nothing is remembered."""
-    return _read_results().get(_key(source))
+    return read_results().get(_key(source))
 
 
 def result_of(source: LibrarySource) -> ProbeResult:
@@ -227,7 +227,7 @@ def translates(source: LibrarySource) -> bool:
     return "cuda" in gpu_backends(source) and is_translated(source.folder.name)
 
 
-def _step_seconds(source: LibrarySource, translated: bool) -> float:
+def step_seconds(source: LibrarySource, translated: bool) -> float:
     """How long a step may take. What code is in a CUDA build that is no package of ours, nobody knows."""
     known = any(package.folder == source.folder.name for package in PACKAGES)
     unknown = "cuda" in gpu_backends(source) and not known
@@ -248,7 +248,7 @@ def test(source: LibrarySource) -> ProbeResult:
         for kind in toy_gguf.TYPES:
             toy_gguf.write(Path(folder) / f"{kind}.gguf", kind)
         attempts: list[Attempt] = []
-        for attempt in _ways(source, Path(folder), _step_seconds(source, translated)):
+        for attempt in _ways(source, Path(folder), step_seconds(source, translated)):
             attempts.append(attempt)
             if not attempt.died:
                 break
@@ -258,7 +258,7 @@ def test(source: LibrarySource) -> ProbeResult:
         backends=gpu_backends(source),
         translated=translated,
     )
-    results = _read_results()
+    results = read_results()
     results[_key(source)] = result
     _write_results(results)
     return result
@@ -443,7 +443,7 @@ def _results_file() -> Path:
     return settings().home / "probes.json"
 
 
-def _read_results() -> dict[str, ProbeResult]:
+def read_results() -> dict[str, ProbeResult]:
     try:
         entries = json.loads(_results_file().read_bytes())
         return {

@@ -1,6 +1,6 @@
 """Sessions in PostgreSQL: the tables with their migrations, its own words of SQL, and numbers.
 
-The tables are those of SQLite (`sqlite/schema`), with the same rows and checksums, and beside them leases and
+The tables are those of SQLite (`sqlite/store`), with the same rows and checksums, and beside them leases and
 the key of the cluster. JSON is kept as text: a checksum is over the bytes as written.
 """
 

@@ -20,21 +20,24 @@ from perdure.errors import (
 from perdure.sessions.info import SessionInfo, SessionMemory, Tree
 from perdure.sessions.store.base import RESPONSE, NamespaceSize, Quota
 from perdure.sessions.store.sql.database import Check, Database, Dialect, Numbers
-from perdure.sessions.store.sql.rows import (
+from perdure.sessions.store.sql.tables import (
     ADVICE,
     MEMORY,
     SESSION,
     SESSION_COLUMNS,
+    Condition,
+    MemoryTable,
     Rows,
+    TurnTable,
     Value,
     json_text,
     proved_session,
+    read_tree,
     row_checksum,
     row_limit,
     text_rows,
     valid_text,
 )
-from perdure.sessions.store.sql.tables import Condition, MemoryTable, TurnTable, read_tree
 from perdure.sessions.turn import FIRST, Turn, TurnPage, TurnReference
 
 _SEARCHED = 64

@@ -20,9 +20,8 @@ from typing import IO, Any
 from perdure import system
 from perdure.atomic import PRIVATE, make_folder, open_private, sync_folder, translate_os_errors
 from perdure.errors import CorruptStateError, InvalidInputError, StoreError
-from perdure.sessions.store.sqlite.folder import FILE, KEY, MARK
 from perdure.sessions.store.sqlite.repair import Verification, verify
-from perdure.sessions.store.sqlite.store import SqliteStore
+from perdure.sessions.store.sqlite.store import FILE, KEY, MARK, SqliteStore
 
 FORMAT = "perdure-backup/1"
 _MANIFEST = "manifest.json"

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 from perdure.atomic import make_private, sync_folder, translate_os_errors
 from perdure.config import STORE_BYTES
 from perdure.errors import CorruptStateError, StoreDamagedError, StoreLockedError
-from perdure.sessions.store.sql.rows import (
+from perdure.sessions.store.sql.store import SqlStore
+from perdure.sessions.store.sql.tables import (
     INSERT_TURN,
     MEMORY_COLUMNS,
     SESSION_COLUMNS,
@@ -32,10 +33,15 @@ from perdure.sessions.store.sql.rows import (
     row_checksum,
     turn_values,
 )
-from perdure.sessions.store.sql.store import SqlStore
-from perdure.sessions.store.sqlite.folder import FILE, MENDED, SessionFolder, UseLock
-from perdure.sessions.store.sqlite.schema import MIGRATIONS, USAGE
-from perdure.sessions.store.sqlite.store import SqliteStore
+from perdure.sessions.store.sqlite.store import (
+    FILE,
+    MENDED,
+    MIGRATIONS,
+    USAGE,
+    SessionFolder,
+    SqliteStore,
+    UseLock,
+)
 from perdure.sessions.turn import FIRST, Turn
 from perdure.store.index import APPLICATION, Index, unopened
 
