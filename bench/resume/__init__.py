@@ -33,7 +33,7 @@ from typing import Any
 import httpx
 
 from bench.child import Child, PeerMissingError
-from bench.harness import Bench, Figure, Gauge, Pairs, Run, at_most
+from bench.harness import Bench, Figure, Gauge, Pairs, Run, at_least, at_most
 from bench.machine import Watch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -427,13 +427,13 @@ def _figures(agent: Agent, run: Run) -> Iterator[Figure]:
         unit="tokens",
         gauge=Gauge.COST,
         pairs=Pairs((computed,), (peer,)),
-        target=None,
+        target=at_least(1),
         machine=watch.machine,
     )
 
 
 def _toy(folder: Path) -> Path:
-    """The model, said to have been trained on a context as long as agents need: llama-server allows no more."""
+    """The model, said to be trained on a context as long as agents need: llama-server allows no more."""
     if str(ROOT / "tests") not in sys.path:
         sys.path.append(str(ROOT / "tests"))
     try:
