@@ -161,6 +161,19 @@ def test_the_modules_that_a_page_names_exist(page: Path) -> None:
         assert any(end.endswith(f"/{name.rstrip('/')}") for end in ends), f"{page.name} names {name}"
 
 
+def test_the_modules_that_the_map_of_a_folder_names_exist() -> None:
+    """The docstring of a package says what is in it, a line each: a name, spaces, and what that is."""
+    named, gone = 0, []
+    for file in (ROOT / "src").rglob("__init__.py"):
+        text = ast.get_docstring(ast.parse(read(file))) or ""
+        there = {path.stem for path in file.parent.rglob("*") if "__pycache__" not in path.parts}
+        for name in re.findall(r"^ *([a-z_]+)/? {2,}\S", text, re.MULTILINE):
+            named += 1
+            gone += [] if name in there else [f"{file.parent.name}: {name}"]
+    assert named > 100
+    assert gone == []
+
+
 def stops() -> list[tuple[str, str]]:
     """The files and functions in the tables of the tour."""
     tour = read(DOCS / "internals" / "tour.md")

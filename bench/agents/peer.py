@@ -32,7 +32,7 @@ def llama_server(asks: Sequence[Ask], new: Sequence[int], template: str, *, drop
     rendered = environment.from_string(template)
     computed = least = 0.0
     with tempfile.TemporaryDirectory() as folder, Child("bench.agents.peer") as child:
-        url = str(child.ask("open", path=_toy_model(Path(folder))))
+        url = str(child.ask("open", path=toy_model(Path(folder))))
         with httpx.Client(base_url=url, trust_env=False, timeout=600) as client:
             for ask, count in zip(asks, new, strict=True):
                 prompt = rendered.render(messages=ask.messages, tools=ask.tools, add_generation_prompt=True)
@@ -51,7 +51,7 @@ def llama_server(asks: Sequence[Ask], new: Sequence[int], template: str, *, drop
     return computed / least
 
 
-def _toy_model(folder: Path) -> str:
+def toy_model(folder: Path) -> str:
     """A model of the tests' zoo."""
     sys.path.insert(0, str(ROOT / "tests"))
     try:

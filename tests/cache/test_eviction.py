@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from inside import nodes_of
 from perdure.cache.block import Block, BlockId, chain, cost
 from perdure.cache.eviction import Eviction, Standing, Use, worth
 from perdure.cache.slots.cache import SlotCache
@@ -210,12 +211,12 @@ class EvictionMachine(RuleBasedStateMachine):
     def ask(self, who: str, which: int, tokens: list[int], side: bool) -> None:
         tier = self.tier
         before = dict(tier._held)
-        wanted = {name for name in tier._nodes if not tier.eviction.standing(name).is_unwanted}
+        wanted = {name for name in nodes_of(tier) if not tier.eviction.standing(name).is_unwanted}
         names = list(chain(ROOTS[who], np.array(parts(*tokens), np.int32), SIZE))
         store(tier, parts(*tokens), Use(who, "" if side else f"talk {which}", side))
         if side and all(tier.eviction.standing(name).is_unwanted for name in names):
             # Else it brings back what a conversation had before.
-            assert wanted <= tier._nodes.keys()
+            assert wanted <= nodes_of(tier).keys()
         share = self.budget // len({*before, who})
         for other, nbytes in before.items():
             if other != who and nbytes <= share and self.is_active(other):
@@ -232,9 +233,9 @@ class EvictionMachine(RuleBasedStateMachine):
             assert sum(tier._held.values()) == tier.nbytes
             assert sum(tier.evicted_as.values()) == tier.evicted
             sizes: dict[str, int] = {}
-            for node in tier._nodes.values():
+            for node in nodes_of(tier).values():
                 sizes[node.owner] = sizes.get(node.owner, 0) + node.block.nbytes
-                assert not node.block.start or node.parent in tier._nodes
+                assert not node.block.start or node.parent in nodes_of(tier)
             assert sizes == tier._held
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,13 @@ def template(tmp_path: Path) -> Path:
 
 def says(text: str) -> Any:
     """A processor that has the model write `text` and end."""
+    return writes([*ToyModel().tokenize(text, special=True), 258])
+
+
+def writes(script: Sequence[int]) -> Any:
+    """A processor that has the model write these tokens, and the last one for ever."""
     import numpy as np
 
-    script = [*ToyModel().tokenize(text, special=True), 258]
     said = 0
 
     def processor(tokens: Any, logits: Any) -> Any:
@@ -81,6 +86,32 @@ def test_settled_or_not_a_reply_has_the_same_tokens(kind: type[MemorySpec], tmp_
     own = len("<|im_end|>\nuser\nQuestion 1, of some length: what is it?\nassistant\n\n")
     if kind is FullAttention:
         assert max(report.computed for report in settled[1:]) <= own
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mamba", "jamba"])
+def test_settled_or_not_a_reply_of_llama_cpp_has_the_same_tokens(
+    name: str, zoo_path: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A3, where rounding shows: in exact mode the same bits, whatever was read before."""
+    tokens, computed = [], []
+    for settle in (4096, 0):
+        settings: dict[str, Any] = {"n_ctx": 1024, "slots": 2, "exact": True, "threads": 1}
+        with perdure.open(zoo_path(name), template=template(tmp_path), **settings) as rt:
+            messages: list[dict[str, str]] = []
+            for turn in range(2):
+                messages.append({"role": "user", "content": f"Question {turn}, of some length: what is it?"})
+                script = [*rt.model.tokenize(THOUGHT + " It is seven." * 20), min(rt.model.ends)]
+                reply = rt.chat(
+                    messages, settle=settle, temperature=0, max_tokens=300, processors=[writes(script)]
+                )
+                rt.chat_format.settler.wait()
+                messages.append({"role": "assistant", "content": reply.text})
+            messages.append({"role": "user", "content": "And now?"})
+            reply = rt.chat(messages, temperature=0, max_tokens=20, ignore_eos=True)
+            tokens.append(reply.raw.tokens)
+            computed.append(reply.reuse.computed)
+    assert tokens[0] == tokens[1]
+    assert computed[0] < computed[1]
 
 
 def test_the_budget_bounds_what_is_read(tmp_path: Path) -> None:

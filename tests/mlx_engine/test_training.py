@@ -69,6 +69,41 @@ def test_a_lora_lowers_the_loss_and_answers_by_its_name_and_the_base_is_as_befor
     assert plain == again == before[0] != named
 
 
+def test_a_model_comes_closer_to_its_teacher(llama: Path, own: Path, tmp_path: Path) -> None:
+    """The loss is the KL from what the teacher would say."""
+    import mlx.core as mx
+
+    data = write_chats(tmp_path / "chats.jsonl", 40)
+    weights = mx.load(str(own / "model.safetensors"))
+    for name in list(weights):
+        if "down_proj" in name:
+            weights[name] = weights[name] * 1.5
+    mx.eval(weights)
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), weights)
+    (tmp_path / "model.safetensors").replace(own / "model.safetensors")
+    options = f"--data {data} --steps 20 --learning-rate 0.00003 --longest 128 --json"
+    words = f"train {own} {tmp_path / 'taught'} --teacher {llama} {options}"
+    told = CliRunner().invoke(app, words)
+    assert told.exit_code == 0, told.output
+    facts = json.loads(told.output)
+    assert 0 < facts["after"] < facts["before"] / 2
+    # A model is no distance from itself, and learns nothing of it.
+    options = options.replace("--steps 20", "--steps 1")
+    same = CliRunner().invoke(app, f"train {llama} {tmp_path / 'same'} --teacher {llama} {options}")
+    assert abs(json.loads(same.output)["before"]) < 1e-6
+
+
+def test_a_teacher_has_the_same_tokens(llama: Path, own: Path, tmp_path: Path) -> None:
+    data = write_chats(tmp_path / "chats.jsonl", 4)
+    said = json.loads((own / "tokenizer.json").read_text())
+    said["model"]["merges"] = said["model"]["merges"][:-1]
+    (own / "tokenizer.json").write_text(json.dumps(said))
+    told = CliRunner().invoke(app, f"train {llama} {tmp_path / 'out'} --teacher {own} --data {data}")
+    assert told.exit_code != 0
+    assert isinstance(told.exception, InvalidInputError | SystemExit)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", ["dora", "full"])
 def test_other_kinds_learn_too_and_a_run_goes_on_where_it_ended(

@@ -22,6 +22,7 @@ from perdure.chat.plans import ContextWindow, Exchange, ExchangePlan
 from perdure.chat.prompt_builder import Prompt, PromptBuilder
 from perdure.chat.reply import ChatDelta, ChatReply, ReplyReader
 from perdure.chat.settling import Settler
+from perdure.chat.side_requests import side_request
 from perdure.chat.template.template import Rendering, Template
 from perdure.chat.transcript import ChatTokenizer, Transcript
 from perdure.config import ReasoningMode
@@ -186,6 +187,8 @@ class ChatFormat:
         # The prompt has all tools, whichever may be called: it is then the same for every choice.
         tools, grammar = self._tools(options, settings)
         parsed = parse_messages(messages)
+        if "side" not in settings and side_request(parsed) is not None:
+            settings["side"] = True
         prompt, dropped = self._fitting(parsed, options, settings, namespace, known, before)
         # Its own limits are checked before anything is queued.
         request = Request.of(

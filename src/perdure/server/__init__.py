@@ -3,18 +3,17 @@
 core/        what every route needs; imports nothing of the others
     protocol         a protocol as a value, and the events that its streams are made of
     follow           the one consumer of a stream: events to a client, usage to its key
-    embeddings       vectors for a client, paid for as they are read
-    loop_watch       debug mode: what holds the event loop, or touches a store on it
     direct_write     the fast path of a token to a socket
-    app_state        the runtime, the caller, work in threads
+    app_state        the runtime, the caller, work in threads; texts that clients carry and cannot read
+    visit            the models that one request uses, and signs of life while it waits for them
     settings         limits, reply defaults, what can change while the server runs
     keys             API keys and their namespaces
+    shared_keys      the same for all replicas of a cluster
+    body_route       large bodies, read in a thread
     api_error        every exception as a status and a body
     schemas          what is common to requests and answers, and how OpenAPI describes them
-    middleware/      access log, host check and CORS, API keys, body limits
-    metrics          counts and times for Prometheus
-    recent_requests  the last requests, for the page
-    cipher           texts that clients carry for the server and cannot read
+    middleware       access log, host check and CORS, API keys, body limits
+    metrics          counts and times for Prometheus; the last requests, for the page
 protocols/   a folder a protocol that others defined: chat completions, Responses, Messages, Ollama
 api/         our own routes: sessions, memories, the cache, models, embeddings, operation, the page
 page/        the page for browsers, built from web/

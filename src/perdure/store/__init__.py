@@ -6,7 +6,6 @@
     STORE/unlisted           there while the index is made anew from the files
     STORE/lock               held by the one process that writes
 
-durable       files that are there whole or not at all
 index         the database of a store, and its migrations
 owner         which process runs the engine of a store, and where it serves the others
 

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from perdure.checks import check_whole
-from perdure.engine.mlx.folder import read_folder
+from perdure.engine.mlx.folder import TOKENIZER, Folder, read_folder
 from perdure.engine.mlx.packages import load
 from perdure.errors import InvalidInputError, ModelLoadError, OutOfMemoryError
+from perdure.identity import content_digest
 from perdure.training.examples import Example
 
 KINDS = ("lora", "dora", "full")
@@ -89,12 +90,14 @@ def train(
     plan: Plan,
     *,
     resume: bool = False,
+    teacher: Path | None = None,
     progress: Callable[[int, float], None] | None = None,
 ) -> Result:
     """Train the model in a folder on `examples`, a tenth of which is held out to measure the loss.
 
-    `resume` goes on from the adapter at `target`. `progress` is told each step with a loss. A run that fails
-    leaves `target` as it was.
+    `resume` goes on from the adapter at `target`. With a `teacher`, the folder of a model with the same
+    tokens, what that would say at each token of a reply is learned, and the loss is the KL from it.
+    `progress` is told each step with a loss. A run that fails leaves `target` as it was.
     """
     folder = read_folder(model)
     learned, kept = _divided(examples, plan)
@@ -102,6 +105,7 @@ def train(
         raise InvalidInputError(f"there is no adapter at {target} to go on from")
     if not resume and target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise InvalidInputError(f"{target} is there already: resume from it, or name another folder")
+    taught = None if teacher is None else _same_tokens(folder, teacher)
     load()
     import mlx.core as mx
     import mlx.optimizers as optim
@@ -137,7 +141,8 @@ def train(
             else:
                 linear_to_lora_layers(network, count, parameters, use_dora=plan.kind == "dora")
             batch = min(plan.batch, len(learned), len(kept))
-            before = trainer.evaluate(network, kept, batch, -1, plan.longest)
+            loss = trainer.default_loss if taught is None else _distilled(load_model(taught.path)[0])
+            before = trainer.evaluate(network, kept, batch, -1, plan.longest, loss=loss)
             arguments = trainer.TrainingArgs(
                 batch_size=batch,
                 iters=plan.steps,
@@ -152,9 +157,10 @@ def train(
                 learned,
                 None,
                 arguments,
+                loss=loss,
                 training_callback=Told(),
             )
-            after = trainer.evaluate(network, kept, batch, -1, plan.longest)
+            after = trainer.evaluate(network, kept, batch, -1, plan.longest, loss=loss)
             if plan.kind == "full":
                 (made / WEIGHTS).unlink()
                 save_model(made, network)
@@ -185,6 +191,40 @@ def train(
         held_out=len(kept),
         losses=tuple(losses),
     )
+
+
+def _same_tokens(folder: Folder, teacher: Path) -> Folder:
+    """The teacher's folder. It has to give a number to the same tokens."""
+    found = read_folder(teacher)
+    if content_digest(found.path / TOKENIZER) != content_digest(folder.path / TOKENIZER):
+        raise InvalidInputError(
+            f"{teacher} has another tokenizer than {folder.path.name}: a teacher needs the same tokens"
+        )
+    sizes = [each.text.get("vocab_size") for each in (folder, found)]
+    if sizes[0] != sizes[1]:
+        raise InvalidInputError(
+            f"{teacher} gives logits for {sizes[1]} tokens, {folder.path.name} for {sizes[0]}: a teacher "
+            "needs as many"
+        )
+    return found
+
+
+def _distilled(teacher: Any) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
+    """A loss for the tuner: how far a model is from its teacher, on the tokens of replies."""
+    import mlx.core as mx
+    from mlx_lm.tuner.losses import kl_div_loss
+
+    teacher.freeze()
+
+    def loss(model: Any, batch: Any, lengths: Any) -> tuple[Any, Any]:
+        inputs = batch[:, :-1]
+        apart = kl_div_loss(model(inputs).astype(mx.float32), teacher(inputs).astype(mx.float32))
+        steps = mx.arange(1, inputs.shape[1] + 1)
+        mask = mx.logical_and(steps >= lengths[:, 0:1], steps <= lengths[:, 1:])
+        count = mask.sum()
+        return (apart * mask).sum() / count, count
+
+    return loss
 
 
 def _divided(examples: Sequence[Example], plan: Plan) -> tuple[list[Example], list[Example]]:

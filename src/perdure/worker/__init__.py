@@ -5,12 +5,10 @@ connection        messages over a socket, whole and in order
 message_reader    who reads them: a thread, or an event loop
 service           the requests and calls of one connection, served by a backend
 child             the process with the engine
-process           one such process, from its start to its end
-restart_policy    when the process is started again, and when it is given up
+process           one such process, from its start to its end; when it is started again
 supervisor        keeps one running: restarts, back-off, hangs, memory
 pending_requests  requests and calls that are not answered yet, over all their tries
-proxies           tokenizer and prefix cache, asked of the child
-remote            all of it behind the protocol of a backend
+remote            all of it behind the protocol of a backend; tokenizer and prefix cache, asked of the child
 listener          serves the engine of a store to other processes that use the store
 attached          the other side of that: a backend on the engine of another process
 

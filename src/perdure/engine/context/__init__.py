@@ -1,10 +1,10 @@
 """A context: sequences of tokens in one engine, and the rules that keep them true.
 
-context       the calls: decode, step, truncate, fork, adapt
-state_calls   save, load, checkpoint, restore, capture, assemble
+context       the calls: decode, step, truncate, fork, adapt; save, load, checkpoint, restore, capture,
+              assemble
 guarded_core  one call at a time, whole or not at all; closing
-ledger        the tokens that are in the cache; the way back, for when a call fails in its middle
-rows          the rows of the last step, and who may read them
+ledger        the tokens that are in the cache; the way back, for when a call fails in its middle; the rows of
+              the last step, and who may read them
 """
 
 from perdure.engine.context.context import Context as Context

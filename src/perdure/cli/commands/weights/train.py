@@ -45,6 +45,15 @@ def train(
         int, typer.Option("--longest", metavar="N", help="Leave out what has more tokens.")
     ] = 2048,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of the order and the first weights.")] = 0,
+    teacher: Annotated[
+        Path | None,
+        typer.Option(
+            "--teacher",
+            metavar="FOLDER",
+            show_default="none: the replies themselves are learned",
+            help="Learn what this model would say at each token of the replies; it needs the same tokenizer.",
+        ),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the adapter at OUT.")] = False,
     store: StoreFolder = None,
     as_json: Json = False,
@@ -84,7 +93,15 @@ def train(
     finally:
         opened.close()
     with working("Training") as bar:
-        made = run(model, examples, out, plan, resume=resume, progress=lambda step, _: bar(step, plan.steps))
+        made = run(
+            model,
+            examples,
+            out,
+            plan,
+            resume=resume,
+            teacher=teacher,
+            progress=lambda step, _: bar(step, plan.steps),
+        )
     losses = [loss for _, loss in made.losses]
     use = f"perdure run -m {model} --lora {made.path.absolute()} …"
     if kind == "full":

@@ -2,10 +2,12 @@
 
 source        which library is used, and where it is
 probe         whether a library runs here, found out in a child process
+probe_child   that process; it may die
+toy_gguf      the tiny models that it runs
 guard         a loaded library's version, functions and structs, checked
 library       the loaded library
 declarations  its functions and structs
 layout        how its state bytes are laid out
-backends, devices  what it can compute on
+backends      what it can compute on
 log_sink      what it logs
 """

@@ -4,6 +4,7 @@ store is opened that is one of these.
 place     the URL of a database, and the folder of this machine that stands for it
 schema    tables with their migrations, PostgreSQL's own words, numbers
 database  a pool of connections: bounded waits, transactions whose end is known, typed errors
+accounts  keys of all replicas, and what they have used
 leases    who has a session: leases that run out, with fencing tokens
 store     the opening and closing of a store; the calls are in `sql/store`
 """

@@ -1,0 +1,7 @@
+"""`python -m bench.patience`."""
+
+import sys
+
+from bench.patience import main
+
+sys.exit(main())
