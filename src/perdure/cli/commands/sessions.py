@@ -103,7 +103,7 @@ def ls(
     store: StoreFolder = None,
     as_json: Json = False,
 ) -> None:
-    """List the sessions, the latest first, with those that an agent started below its own."""
+    """List the sessions, the latest first. Those that an agent started stand below its own."""
     from perdure.cli.output import terminal, words
     from perdure.cli.runtime import session_store_in
     from perdure.sessions.info import as_tree
