@@ -13,9 +13,9 @@ import json
 import random
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -154,18 +154,17 @@ def _turns_a_second(folder: Path, name: str, count: int) -> float:
     try:
 
         def write(number: int) -> None:
-            session = store.create(f"{name}-{number}", "s")
+            space = f"{name}-{number}"
+            store.create(space, "s", [Turn(kind="start", messages=())])
             for at in range(count):
+                session = store.find(space, "s")
                 message = Message(role="user", content=f"Message {at}, as long as people write them. " * 4)
-                turn = Turn(kind="turn", messages=(message,), before=session.digest, tokens=(1,) * 200)
-                session = store.add(session, [turn], parent=session.head, expected=session.head)
+                turn = Turn(kind="turn", messages=(message,), before=session.digest)
+                store.add(session, [turn], parent=session.head, expected=session.head)
 
-        threads = [threading.Thread(target=write, args=[number]) for number in range(8)]
         began = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(write, range(8)))
         return 8 * count / (time.perf_counter() - began)
     finally:
         store.close()
@@ -181,7 +180,7 @@ def postgres() -> Iterator[Callable[..., str]]:
         raise PeerMissingError(f"{error.name} is not installed: make setup") from None
     if program("initdb") is None:
         raise PeerMissingError("PostgreSQL is not installed: apt-get install postgresql")
-    with postgres_server() as server:
+    with postgres_server(fsync=True) as server:
         yield server.url
 
 
@@ -204,7 +203,8 @@ def wake(run: Run) -> Iterator[Figure]:
             tokens = session.token_count
             session.sleep()
         size = sum(each.stat().st_size for each in (folder / "shared").rglob("*") if each.is_file())
-        shared, computed = [], []
+        shared: list[float] = []
+        computed: list[float] = []
         with Watch() as watch:
             for number in range(run.pick(7, 3)):
                 for places, times in (([place], shared), ([], computed)):

@@ -81,7 +81,7 @@ class Server:
 class PostgresServer(Server):
     """PostgreSQL with one database; each `url` is of a schema of its own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, fsync: bool = False) -> None:
         initdb, postgres = program("initdb"), program("postgres")
         assert initdb is not None
         assert postgres is not None
@@ -100,7 +100,14 @@ class PostgresServer(Server):
         port = free_port()
         command = [postgres, "-D", str(self.data), "-p", str(port), "-k", str(folder), "-h", "127.0.0.1"]
         # What is written survives any kill of the server; that of the machine is not tried here.
-        command += ["-c", "fsync=off", "-c", "shared_buffers=16MB", "-c", "max_connections=300"]
+        command += [
+            "-c",
+            f"fsync={'on' if fsync else 'off'}",
+            "-c",
+            "shared_buffers=16MB",
+            "-c",
+            "max_connections=300",
+        ]
         super().__init__(command, port, folder / "log", user=user)
 
     def start(self) -> None:
@@ -122,7 +129,7 @@ class PostgresServer(Server):
 
 
 @contextmanager
-def postgres_server() -> Iterator[PostgresServer]:
+def postgres_server(*, fsync: bool = False) -> Iterator[PostgresServer]:
     """A server; a test that asks for one is skipped where PostgreSQL is not installed."""
     pytest.importorskip("psycopg_pool", reason="psycopg is not installed: pip install 'perdure[cluster]'")
     if program("initdb") is None or program("postgres") is None:
@@ -134,7 +141,7 @@ def postgres_server() -> Iterator[PostgresServer]:
             pytest.skip("PostgreSQL does not run as root, and there is no user postgres")
     folder = Path(tempfile.mkdtemp(prefix="perdure-pg-"))
     try:
-        server = PostgresServer(folder)
+        server = PostgresServer(folder, fsync=fsync)
         try:
             yield server
         finally:

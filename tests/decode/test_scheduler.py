@@ -79,6 +79,8 @@ class PickySlots(FreshSlots):
         adapters: AdapterSet | None = None,
         reuse: bool = True,
         pins: Sequence[KeptPrefix] = (),
+        conversation: str = "",
+        side: bool = False,
     ) -> SlotAssignment | PendingPrefix | None:
         answer = self.answers.get(len(tokens), "free")
         if isinstance(answer, Exception):
@@ -120,6 +122,8 @@ def test_who_waits_for_anothers_prompt_is_asked_about_again_only_when_it_is_over
             adapters: AdapterSet | None = None,
             reuse: bool = True,
             pins: Sequence[KeptPrefix] = (),
+            conversation: str = "",
+            side: bool = False,
         ) -> SlotAssignment | PendingPrefix | None:
             self.asked += 1
             return super().acquire(tokens)

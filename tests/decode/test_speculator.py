@@ -10,7 +10,7 @@ import pytest
 from perdure.decode.request import Request
 from perdure.decode.sampling.grammar import Grammars
 from perdure.decode.sampling.stage import BreakerTable
-from perdure.decode.scheduler import Budget, Chunk
+from perdure.decode.scheduler import Budget, Chunk, Step
 from perdure.decode.sequence import SequenceGroup, TokenSequence, make_group
 from perdure.decode.speculation.drafter import Draft
 from perdure.decode.speculation.speculator import FULL, Speculator, StepCosts
@@ -133,6 +133,23 @@ def test_who_guesses_wrong_is_not_held_up_by_who_guesses_right(slope: float) -> 
     lucky.clear()
     for _, gain in world.write(300, streams=3):
         assert gain >= 0.98
+
+
+def test_a_step_that_was_held_up_makes_no_guess_look_cheap() -> None:
+    """What steps without guesses take is measured again while guesses bring little."""
+
+    class HeldUp(Speculator):
+        seen = 0
+
+        def observe(self, step: Step, seconds: float) -> None:
+            HeldUp.seen += 1
+            super().observe(step, seconds * 2.5 if HeldUp.seen <= 3 else seconds)
+
+    world = World(HeldUp([Sometimes(lambda _: 0.1)], n_ctx=4096, clock=lambda: 0.0), 0.6)
+    for _ in range(4):
+        world.write(400)
+    assert world.write(400)[0][1] >= 0.98
+    assert HeldUp.seen > 1600
 
 
 def test_a_full_step_gets_no_guesses() -> None:

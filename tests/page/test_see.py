@@ -50,6 +50,7 @@ def test_a_token_shows_its_alternatives_and_another_one_makes_a_branch(
     degree = "each => [/surprise-\\d/.exec(each.className)[0], getComputedStyle(each).backgroundColor]"
     colours = set(map(tuple, tokens.evaluate_all(f"all => all.map({degree})")))
     assert len(colours) == len({name for name, _ in colours}) == len({colour for _, colour in colours}) > 1
+    expect(user.page.get_by_role("img", name="Surprise along the reply")).to_be_visible()
     [turn] = served.runtime.session(session).history()
     before = "".join(tokens.nth(at).text_content() or "" for at in range(4))
     assert turn.text.startswith(before)

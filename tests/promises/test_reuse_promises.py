@@ -524,7 +524,7 @@ def test_p6_ten_times_the_budget_under_load_never_passes_it(monkeypatch: pytest.
 
 
 def test_p6_the_checker_notices_a_tier_that_evicts_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MemoryTier, "make_room", lambda self, size, keep: True)
+    monkeypatch.setattr(MemoryTier, "make_room", lambda *_, **__: True)
     with pytest.raises(AssertionError):
         test_p6_ten_times_the_budget_under_load_never_passes_it(monkeypatch)
 

@@ -32,6 +32,10 @@ export interface Timings {
   decoded_tokens: number;
   prefill_speed: number;
   decode_speed: number;
+  /** Tokens that were guessed ahead, those of them that were right, and those that a grammar forced. */
+  drafted_tokens?: number;
+  accepted_tokens?: number;
+  forced_tokens?: number;
 }
 
 export interface Turn {

@@ -159,6 +159,8 @@ export const texts = {
     first: (value: number) => `first token ${seconds(value)}`,
     speed: (value: number) => `${short.format(value)} tokens/s`,
     written: (value: number) => plural(value, "token") + " written",
+    guessed: (guesses: number, right: number) => `${count(guesses)} guessed, ${count(right)} right`,
+    forced: (value: number) => `${count(value)} forced by the grammar`,
     why: (text: string) => `Why not more was reused: ${text}`,
   },
   tokens: {
@@ -167,6 +169,8 @@ export const texts = {
     alternatives: "Other tokens here",
     branch: (text: string) => `Branch with ${JSON.stringify(text)}`,
     legend: "expected … surprising",
+    along: "Surprise along the reply",
+    bits: (value: number) => `${short.format(value)} bits`,
   },
   tree: {
     title: "Branches",

@@ -6,7 +6,8 @@ import { link, parse } from "../src/route";
 import { asked, defaults, fromTurn } from "../src/settings";
 import { EventParser, ReplyText } from "../src/stream";
 import { Tree, lines } from "../src/tree";
-import { offsets, surprise } from "../src/views/Tokens";
+import type { Told } from "../src/conversation";
+import { bits, offsets, surprise } from "../src/views/Tokens";
 import { withFiles } from "../src/views/Composer";
 import { figures } from "../src/views/ReuseBar";
 import type { Branch, TreeTurn, Turn } from "../src/api";
@@ -138,6 +139,7 @@ describe("small things", () => {
     const { start, ends } = offsets(tokens, "Yes é");
     expect(ends.filter((end) => end <= start).length).toBe(3);
     expect([surprise(0), surprise(-100)]).toEqual([0, 5]);
+    expect([bits(0), bits(Math.log(0.25))]).toEqual([0, 2]);
   });
 
   it("keeps the place in the address", () => {
@@ -160,7 +162,15 @@ describe("small things", () => {
       speed: 10,
       tiers: { slot: 8 },
       why: "the rest is new",
+      guesses: [],
     });
+  });
+
+  it("tells what was guessed ahead and what a grammar forced", () => {
+    const timings = { queued: 0, prefill: 0, decode: 1, decode_speed: 9, drafted_tokens: 12, accepted_tokens: 9, forced_tokens: 3 };
+    const told = { reuse: { tiers: {}, computed: 1, why: "" }, timings } as unknown as Told;
+    const turn = { usage: { completion_tokens: 20 }, why: "" } as unknown as Turn;
+    expect(figures(turn, told).guesses).toEqual(["12 guessed, 9 right", "3 forced by the grammar"]);
   });
 });
 

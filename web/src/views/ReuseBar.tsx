@@ -13,6 +13,8 @@ interface Figures {
   speed: number;
   written: number;
   why: string;
+  /** What was guessed ahead, in words; empty where nothing was, or nothing is known of it any more. */
+  guesses: string[];
 }
 
 /** From what the reply said of itself, or later from what its turn has kept of that. */
@@ -28,6 +30,10 @@ export function figures(turn: Turn, told: Told | undefined): Figures {
       speed: timings.decode_speed,
       written,
       why: reuse.why,
+      guesses: [
+        ...(timings.drafted_tokens ? [texts.reuse.guessed(timings.drafted_tokens, timings.accepted_tokens ?? 0)] : []),
+        ...(timings.forced_tokens ? [texts.reuse.forced(timings.forced_tokens)] : []),
+      ],
     };
   }
   const tiers = Object.fromEntries(TIERS.map((tier) => [tier, usage[`${tier}_tokens`] ?? 0]));
@@ -39,11 +45,12 @@ export function figures(turn: Turn, told: Told | undefined): Figures {
     speed: decode > 0 && written > 1 ? (written - 1) / decode : 0,
     written,
     why: turn.why,
+    guesses: [],
   };
 }
 
 export function ReuseBar({ turn, told }: { turn: Turn; told: Told | undefined }) {
-  const { tiers, computed, first, speed, written, why } = figures(turn, told);
+  const { tiers, computed, first, speed, written, why, guesses } = figures(turn, told);
   const parts = [...TIERS.map((tier) => [tier, tiers[tier] ?? 0] as const), ["computed", computed] as const].filter(
     ([, tokens]) => tokens > 0,
   );
@@ -53,6 +60,7 @@ export function ReuseBar({ turn, told }: { turn: Turn; told: Told | undefined })
     ...(first ? [texts.reuse.first(first)] : []),
     ...(speed ? [texts.reuse.speed(speed)] : []),
     texts.reuse.written(written),
+    ...guesses,
   ];
   return (
     <div class="reuse">

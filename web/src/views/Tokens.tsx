@@ -3,6 +3,7 @@
 import { useState } from "preact/hooks";
 import type { TokenLogprob } from "../stream";
 import { texts } from "../texts";
+import { Plot } from "./Plot";
 
 interface Given {
   tokens: TokenLogprob[];
@@ -18,6 +19,11 @@ const STEPS = 6;
 /** From 0, what had to come, to the most surprising. */
 export function surprise(logprob: number): number {
   return Math.min(STEPS - 1, Math.floor(Math.abs(logprob) / 1.2));
+}
+
+/** How surprising a token was, in bits. */
+export function bits(logprob: number): number {
+  return Math.abs(logprob) / Math.LN2;
 }
 
 /** The text up to each token, and how much of it all is no part of the answer: reasoning, and its marks. */
@@ -43,6 +49,7 @@ export function Tokens({ tokens, text, lead, onBranch }: Given) {
   const [chosen, choose] = useState<number | null>(null);
   const { start, ends } = offsets(tokens, text.slice(lead.length));
   const at = chosen === null ? null : tokens[chosen];
+  const shown = tokens.filter((_, index) => ends[index]! > start);
   return (
     <div class="tokens" role="group" aria-label={texts.tokens.label} onMouseLeave={() => choose(null)}>
       <p class="token-text">
@@ -90,6 +97,7 @@ export function Tokens({ tokens, text, lead, onBranch }: Given) {
           </ul>
         </div>
       )}
+      {shown.length > 1 && <Plot name={texts.tokens.along} values={shown.map((token) => bits(token.logprob))} shown={texts.tokens.bits} />}
       <p class="legend" aria-hidden="true">
         {Array.from({ length: STEPS }, (_, step) => (
           <span class={`surprise-${step}`} />

@@ -130,7 +130,7 @@ class NgramDrafter:
         if not tokens:
             return None
         if not same:
-            return Draft(tokens, 0.5, _TAKEN_UP)
+            return Draft(tokens, 0.68, _TAKEN_UP)
         # Each token more that is the same halves the doubt.
         return Draft(tokens, 1 - 0.5 ** (same - 1), self.name)
 

@@ -30,14 +30,18 @@ _SHARE = 0.01
 """Of a stream's time that it may lose to wrong guesses."""
 _START = 1.0
 """Credit of a new stream, in steps."""
-_MOST = 8.0
+_MOST = 32.0
 """Credit that a stream can gather, in steps."""
 _WORTH = 1.02
 """How much more a step with guesses must promise."""
-_DOUBTFUL = 0.5
+_DOUBTFUL = 0.68
 """Confidence up to which the next drafter is asked too."""
 _LENGTHS = frozenset((1, 2, 3, 5, 7, 11, 15, 23, 31))
 """Guesses of a step: few sizes, each of which a GPU prepares once, are measured sooner."""
+_SLOWER, _FASTER = 0.2, 0.5
+"""How much of what a step took longer, or shorter, than known is believed."""
+_UNCHECKED = 2
+"""Steps with guesses that brought little, after which one goes without: what they save is measured by it."""
 _UNKNOWN = 0.1
 """What twice as many tokens are taken to cost more, as a part of a step, before that was measured."""
 _MEMORY = 0.9
@@ -63,8 +67,9 @@ class StepCosts:
         if before is None:
             self._seconds[tokens] = seconds
         else:
-            # One step that was held up by something else says little.
-            self._seconds[tokens] = before + 0.2 * (min(seconds, 2 * before) - before)
+            # A step can be held up by something else, and then says little; none is faster than it can be.
+            share = _SLOWER if seconds > before else _FASTER
+            self._seconds[tokens] = before + share * (min(seconds, 2 * before) - before)
 
     def believed(self, tokens: int, seconds: float) -> float:
         """What is believed of a step that took so long: at most twice what such a step is known to take. The
@@ -133,6 +138,8 @@ class Speculator:
         """Of the drafts in the step in flight."""
         self._asking = 0.0
         """Seconds that guessing has taken for it."""
+        self._unpaid = 0
+        """Steps with guesses in a row that brought less than a token for each stream."""
 
     def add_drafts(self, step: Step, budget: Budget) -> None:
         """Put guesses behind the last tokens of replies, where they are asked for or pay off."""
@@ -168,6 +175,8 @@ class Speculator:
     def _adapt(self, chunks: Sequence[Chunk], known: int, room: int) -> None:
         """Guess as far as a step gives more tokens a second by it, and as everybody in it can afford."""
         plain = self._costs.known(known)
+        if self._unpaid >= _UNCHECKED:
+            return
         # What a step costs that is larger than any before is found out by and by.
         room = min(room, 2 * self._costs.largest - known)
         if plain is None or room <= 0:
@@ -206,6 +215,8 @@ class Speculator:
 
     def observe(self, step: Step, seconds: float) -> None:
         """Learn from a step that was computed and drawn from in so many seconds."""
+        if len(step) >= FULL:
+            return
         seconds += self._asking
         known = guesses = 0
         for chunk in step:
@@ -215,6 +226,11 @@ class Speculator:
             guesses += len(chunk.draft)
         if known + guesses > 4 * _TOKENS:
             return
+        agreed = sum(chunk.agreed for chunk in step)
+        if not guesses or agreed >= len(step):
+            self._unpaid = 0
+        else:
+            self._unpaid += 1
         plain = self._costs.known(known)
         if plain is not None:
             took = self._costs.believed(known + guesses, seconds)
