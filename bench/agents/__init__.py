@@ -50,7 +50,7 @@ TEMPLATES = {
 
 
 def computed(run: Run) -> Iterator[Figure]:
-    asks = trace(run.pick(20, 20))
+    asks = trace()
     new = new_tokens(asks)
     with tempfile.TemporaryDirectory() as folder:
         for name, text in TEMPLATES.items():
@@ -74,6 +74,9 @@ def computed(run: Run) -> Iterator[Figure]:
                     target=at_most(limit),
                     repeats=1,
                 )
+            if run.quick:
+                # It takes minutes.
+                continue
             try:
                 ratio = llama_server(asks, new, text, drops=drops)
             except PeerMissingError:

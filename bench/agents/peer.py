@@ -58,7 +58,13 @@ def toy_model(folder: Path) -> str:
         zoo = importlib.import_module("zoo")
     finally:
         sys.path.remove(str(ROOT / "tests"))
-    return str(zoo.write("llama", folder))
+    path: Path = zoo.write("llama", folder)
+    # It says that it was trained for 4,096 tokens, and llama-server gives a slot no more than that.
+    key = b"llama.context_length" + (4).to_bytes(4, "little")
+    data = path.read_bytes()
+    at = data.index(key) + len(key)
+    path.write_bytes(data[:at] + _N_CTX.to_bytes(4, "little") + data[at + 4 :])
+    return str(path)
 
 
 class LlamaServer:
