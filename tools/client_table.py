@@ -103,11 +103,20 @@ FEATURES: dict[str, tuple[Cell, Cell, Cell, Cell]] = {
     "stored, continued by id, branched": (
         ("by `perdure.session`", f"{CHAT}::test_the_extension_travels_in_extra_body"),
         ("yes", f"{RESPONSES}::test_branches_from_any_earlier_response"),
-        NONE,
-        NONE,
+        (
+            "by `perdure.session`",
+            "server/test_conversation_names.py::test_a_branch_may_be_named_and_is_then_gone_on_with",
+        ),
+        (
+            "by `perdure.session`",
+            "server/test_conversation_names.py::test_a_branch_may_be_named_and_is_then_gone_on_with",
+        ),
     ),
     "resumed after a break or a kill": (
-        NONE,
+        (
+            "after a break: `perdure.resumable`",
+            "server/test_chat_resuming.py::test_the_rest_of_a_stream_comes_to_whoever_comes_back",
+        ),
         (
             "yes",
             "server/test_response_kills.py::test_killing_the_server_between_two_events_loses_nothing_h9",

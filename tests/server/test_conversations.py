@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 from decode.observed import toy
 from perdure.cli.commands.sessions import origin_line
 from perdure.cli.output.words import quoted
-from perdure.server.core.app_state import named_conversation
+from perdure.server.core import app_state as app_state_module
+from perdure.server.protocols.conversation_names import conversation_of
 from server.live_server import LiveServer, live_server, opened
 
 SYSTEM = "You are an agent. Be brief."
@@ -152,14 +154,14 @@ def test_a_subagent_has_a_session_of_its_own_that_names_its_parent(server: LiveS
     ],
 )
 def test_the_names_that_agents_give(headers: dict[str, str], name: str, parent: str) -> None:
-    found = named_conversation(headers, "")
+    found = conversation_of(headers, "")
     assert found is not None
     assert (found.name, found.parent) == (name, parent)
 
 
 @pytest.mark.parametrize("value", ["", "a/b", "a b", "x" * 101, "é", "a\n"])
 def test_what_is_no_name_names_nothing(value: str) -> None:
-    assert named_conversation({"x-session-id": value}, "") is None
+    assert conversation_of({"x-session-id": value}, "") is None
 
 
 def test_they_are_not_kept_where_that_is_turned_off(tmp_path: Path) -> None:
@@ -198,3 +200,60 @@ def test_chat_completions_and_responses_keep_conversations_too(server: LiveServe
             headers={"x-openwebui-chat-id": "ow"},
         )
         assert sessions(client) == {"opencode:oc": 1, "codex:cx": 1, "open-webui:ow": 1}
+
+
+CODEX = {"thread-id": "t1"}
+
+
+def codex(client: httpx.Client, said: list[dict[str, Any]]) -> dict[str, Any]:
+    """A request as Codex sends it: instructions, then more of them as messages of the developer."""
+    head = [{"role": "developer", "content": f"{each} rules. " * 8} for each in ("Sandbox", "Style")]
+    asked = {"instructions": SYSTEM, "input": [*head, *said], "store": False, "max_output_tokens": 4}
+    answer = client.post("/v1/responses", json=asked, headers=CODEX)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    said.append({"role": "assistant", "content": found["output"][0]["content"][0]["text"]})
+    return found["usage"]  # type: ignore[no-any-return]
+
+
+def test_a_conversation_may_begin_with_several_messages_to_the_system(server: LiveServer) -> None:
+    said: list[dict[str, Any]] = []
+    with server.client() as client:
+        for text in ("One.", "Two."):
+            said.append({"role": "user", "content": text})
+            codex(client, said)
+        assert sessions(client) == {"codex:t1": 2}
+
+
+def test_state_is_written_when_the_engine_is_idle_so_that_a_kill_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A7: what was read and written before a kill is not read again."""
+    monkeypatch.setattr(app_state_module, "_IDLE_SECONDS", 0.01)
+    said: list[dict[str, Any]] = []
+    with opened(toy(), store=tmp_path / "a", n_ctx=4096) as rt, live_server(rt) as server:
+        with server.client() as client:
+            for text in ("One.", "Two."):
+                said.append({"role": "user", "content": text})
+                usage = codex(client, said)
+        session = rt.session("codex:t1")
+        known = usage["total_tokens"]
+        while (disk := session.held().get("disk")) is None or disk.tokens < known - 1:
+            pass
+        # Blocks are written behind, in order: when another session sleeps, those before it are on the disk.
+        other = rt.session("other")
+        other.say("Hello.", max_tokens=2)
+        other.sleep()
+        # As a kill leaves it: nobody closes anything.
+        shutil.copytree(tmp_path / "a", tmp_path / "b", ignore=shutil.ignore_patterns("*.socket", "*.lock"))
+    with (
+        opened(toy(), store=tmp_path / "b", n_ctx=4096) as rt,
+        live_server(rt) as server,
+        server.client() as client,
+    ):
+        said.append({"role": "user", "content": "Three."})
+        codex(client, said)
+        [request] = client.get("/v1/requests").json()["data"]
+        assert sessions(client) == {"codex:t1": 3, "other": 1}
+    new = request["usage"]["prompt_tokens"] - known
+    assert 0 < request["reuse"]["computed"] <= new + 1

@@ -7,10 +7,9 @@ import re
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     # Sessions are listed and read without an engine, and without the time that it takes to import one.
@@ -28,6 +27,29 @@ _Tree: TypeAlias = dict[str, "_Tree"]
 _LIMIT = 16 << 20
 _CUT_BYTES, _OVERHEAD = 128, 512
 """What a cut takes of memory, and a transcript besides what it holds."""
+
+
+T = TypeVar("T")
+
+
+class _computed_once(Generic[T]):  # noqa: N801 (used as a decorator)
+    """A property that is computed when it is first asked for.
+
+    No `functools.cached_property`: until Python 3.12 its lock is one for all objects of a class, and the
+    tokenizer of a model that is being loaded would have those of other models wait.
+    """
+
+    def __init__(self, compute: Callable[[Any], T]) -> None:
+        self._compute = compute
+        self._name = compute.__name__
+        self.__doc__ = compute.__doc__
+
+    def __get__(self, owner: Any, kind: type | None = None) -> T:
+        if owner is None:
+            return self  # type: ignore[return-value]
+        # What it gives is found in the object before this from then on. Two threads give the same.
+        found = owner.__dict__[self._name] = self._compute(owner)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +92,14 @@ class ChatTokenizer:
         self._candidates = frozenset(marks)
         self._erased = tuple(erased)
 
-    @cached_property
+    @_computed_once
     def control(self) -> dict[int, str]:
         """The control tokens and their texts."""
         model = self._model
         texts = {t: model.piece(t, special=True).decode("utf-8", "replace") for t in sorted(model.controls)}
         return {token: text for token, text in texts.items() if text}
 
-    @cached_property
+    @_computed_once
     def marks(self) -> dict[int, str]:
         """The control tokens, and the user-defined ones that mean something in this chat format."""
         found = dict(self.control)
@@ -87,52 +109,52 @@ class ChatTokenizer:
                 found[tokens[0]] = text
         return found
 
-    @cached_property
+    @_computed_once
     def _texts(self) -> list[str]:
         # A mark of one character could not be guarded, and would be no mark.
         return sorted({text for text in self.marks.values() if len(text) > 1}, key=len, reverse=True)
 
-    @cached_property
+    @_computed_once
     def _marks(self) -> re.Pattern[str]:
         return re.compile(_pattern(_tree(self._texts)))
 
-    @cached_property
+    @_computed_once
     def _mark_starts(self) -> re.Pattern[str]:
         # Looking ahead finds marks that overlap, too.
         starts = [f"{re.escape(first)}(?={_pattern(rest)})" for first, rest in _tree(self._texts).items()]
         return re.compile("|".join(starts) or r"(?!)")
 
-    @cached_property
+    @_computed_once
     def _begins(self) -> frozenset[str]:
         """What marks begin with, from two characters on."""
         return frozenset(text[:size] for text in self._texts for size in range(2, len(text)))
 
-    @cached_property
+    @_computed_once
     def _ends(self) -> frozenset[str]:
         """What marks end with, from two characters on."""
         return frozenset(text[-size:] for text in self._texts for size in range(2, len(text)))
 
-    @cached_property
+    @_computed_once
     def _pairs(self) -> tuple[frozenset[str], frozenset[str]]:
         """The first two characters of all ends, and the last two of all beginnings: few texts have them."""
         return frozenset(end[:2] for end in self._ends), frozenset(begin[-2:] for begin in self._begins)
 
-    @cached_property
+    @_computed_once
     def _middles(self) -> str:
         """All marks but for their first and last characters, one behind the other."""
         return _APART.join(text[1:-1] for text in self._texts)
 
-    @cached_property
+    @_computed_once
     def _longest(self) -> int:
         return max(map(len, self._texts), default=0)
 
-    @cached_property
+    @_computed_once
     def start(self) -> Transcript:
         """What every prompt starts with, if it does not say so itself."""
         tokens = self._model.tokenize("")
         return Transcript("", array("i", tokens), ((0, len(tokens)),) if tokens else ())
 
-    @cached_property
+    @_computed_once
     def _spaced(self) -> bool:
         """Whether this vocabulary puts a space before a text that it starts with."""
         tokens = self._model.tokenize("a", bos=False)

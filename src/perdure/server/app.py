@@ -15,11 +15,12 @@ from perdure.server.core import api_error
 from perdure.server.core.api_error import too_many_connections
 from perdure.server.core.app_state import AppState
 from perdure.server.core.body_route import body_schema
+from perdure.server.core.event_log import EventLogs
 from perdure.server.core.middleware import OPEN, AccessLog, Auth, BodyLimits, Cors, HostCheck
 from perdure.server.core.protocol import OPENAI
 from perdure.server.core.schemas import RequestSchema
 from perdure.server.core.visit import Visits
-from perdure.server.protocols import chat, completions, embeddings, llama_server
+from perdure.server.protocols import chat, completions, embeddings, llama_server, sglang
 from perdure.server.protocols.messages import answers as messages
 from perdure.server.protocols.ollama import routes as ollama
 from perdure.server.protocols.responses import routes as responses
@@ -43,6 +44,7 @@ _API = (
     events.router,
     where.router,
     llama_server.router,
+    sglang.router,
 )
 _ABOUT = "Local language models whose sessions last. OpenAI's routes, and sessions as resources."
 _UNTRUE = ("HTTPValidationError", "ValidationError")
@@ -56,6 +58,7 @@ def build(app_state: AppState) -> FastAPI:
     app = FastAPI(title="perdure", version=version("perdure"), description=_ABOUT, openapi_url=None)
     app.state.app_state = app_state
     app.state.runs = Runs()
+    app.state.logs = EventLogs()
     if app_state.page:
         # Before Ollama's: both have an answer for `/`, and a browser says that it wants HTML.
         app.include_router(page.router)

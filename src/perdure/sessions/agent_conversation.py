@@ -10,8 +10,8 @@ The first line of a conversation has its name, those that branch off have `NAME~
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from perdure.chat.message import Message
@@ -34,47 +34,85 @@ class AgentConversation:
     name: str
     parent: str = ""
     agent: str = ""
+    keep_seconds: float | None = None
+    """How long its state is to be kept after a request."""
+    closes: bool = False
+    """Whether the request is its last: its state then leaves the slots."""
+
+    @property
+    def origin(self) -> dict[str, str]:
+        """What its sessions say of where they come from."""
+        return {name: value for name, value in (("agent", self.agent), ("parent", self.parent)) if value}
+
+    def closed(self) -> AgentConversation:
+        return replace(self, closes=True)
 
     def line(self, number: int) -> str:
         return self.name if number == 1 else f"{self.name}~{number}"
+
+    def count(self, sessions: Sessions, namespace: str) -> int:
+        """How many lines it has."""
+        count = 0
+        while count < _LINES and sessions.store.has(namespace, self.line(count + 1)):
+            count += 1
+        return count
+
+    def lines(self, sessions: Sessions, namespace: str) -> Iterator[Session]:
+        """The lines that were begun last, the latest first."""
+        count = self.count(sessions, namespace)
+        for number in range(count, max(0, count - _COMPARED), -1):
+            yield sessions.get(self.line(number), namespace)
 
 
 def find_line(
     sessions: Sessions, conversation: AgentConversation, messages: Sequence[Message], namespace: str
 ) -> tuple[Session, list[Message]] | None:
     """The session that a history goes on from, opened, branched off or made; and what is new in the history.
-    None for a history that no session can hold."""
+    None for a history that no session can hold, and for the last request of a conversation that goes on from
+    none."""
     system, rest = _without_system(messages)
-    if rest is None or not rest or rest[-1].role == "assistant":
+    if all(each.role in ("system", "developer") for each in rest) or rest[-1].role == "assistant":
         return None
     keys = _keys(rest)
-    count = 0
-    while count < _LINES and sessions.store.has(namespace, conversation.line(count + 1)):
-        count += 1
     best: tuple[int, Session] | None = None
-    for number in range(count, max(0, count - _COMPARED), -1):
-        session = sessions.get(conversation.line(number), namespace)
-        if session.system != system:
-            continue
-        stored = _keys(
-            [each for each in session.messages() if each.role != "system" or not _is_first(session, each)]
-        )
-        common = _common([key for _, key in stored], [key for _, key in keys])
-        if common == len(stored) and common < len(keys):
+    for session in conversation.lines(sessions, namespace):
+        common, stored = _compared(session, system, keys)
+        if common == stored and common < len(keys):
             return session, _behind(rest, keys, common)
-        if best is None or common > best[0]:
+        if common > (best[0] if best is not None else 0):
             best = (common, session)
+    if conversation.closes:
+        return None
+    if best is None and conversation.parent:
+        # An agent that was started with the conversation of its parent branches off from there.
+        for session in AgentConversation(name=conversation.parent).lines(sessions, namespace):
+            common, _ = _compared(session, system, keys)
+            if common > (best[0] if best is not None else 0):
+                best = (common, session)
+    count = conversation.count(sessions, namespace)
     if count >= _LINES:
         return None
     name = conversation.line(count + 1)
     if best is not None and (turns := _whole_turns(best[1], best[0])):
         turn, said = turns
         if said < len(keys):
-            return best[1].fork(name, turn=turn), _behind(rest, keys, said)
+            branch = best[1].fork(name, turn=turn)
+            branch.note(conversation.origin)
+            return branch, _behind(rest, keys, said)
     made = sessions.create(
         name, system=system, namespace=namespace, agent=conversation.agent, parent=conversation.parent
     )
     return made, list(rest)
+
+
+def _compared(session: Session, system: str | None, keys: Sequence[tuple[int, object]]) -> tuple[int, int]:
+    """How many messages of a history a session begins with, and how many it has. With another system prompt
+    it begins with none, whatever it has."""
+    if session.system != system:
+        return 0, -1
+    messages = [each for each in session.messages() if each.role != "system" or not _is_first(session, each)]
+    stored = _keys(messages)
+    return _common([key for _, key in stored], [key for _, key in keys]), len(stored)
 
 
 def without_session_options(options: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -88,11 +126,11 @@ def without_session_options(options: Mapping[str, Any]) -> dict[str, Any] | None
     return {name: value for name, value in options.items() if name not in ("n", "stable_prefix")}
 
 
-def _without_system(messages: Sequence[Message]) -> tuple[str | None, Sequence[Message] | None]:
-    head = next((at for at, each in enumerate(messages) if each.role not in ("system", "developer")), None)
-    if head is None or head > 1 or (head == 1 and messages[0].role != "system"):
-        return None, None
-    return (messages[0].content if head else None), messages[head:]
+def _without_system(messages: Sequence[Message]) -> tuple[str | None, Sequence[Message]]:
+    """The system prompt of a history, and what is said behind it: agents say more to the system at first."""
+    if messages and messages[0].role == "system":
+        return messages[0].content, messages[1:]
+    return None, messages
 
 
 def _is_first(session: Session, message: Message) -> bool:

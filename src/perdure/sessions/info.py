@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, unquote
@@ -57,6 +57,10 @@ class SessionInfo:
     updated: float
     digest: bytes
     """Of the turn at which it stands."""
+    model: str = ""
+    """The model that answered last, by its name; empty where that is not known."""
+    tokens: int = 0
+    """Of its last prompt and the reply to it: about what the conversation has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +95,28 @@ def parse_address(address: str) -> tuple[str, int, str]:
     if rest == address or not (hash_ and slash and name and label and numbered):
         raise InvalidInputError(f"{address!r} is no address: one looks like perdure://session/turn#label")
     return unquote(name), int(turn), unquote(label)
+
+
+def as_tree(rows: Sequence[SessionInfo]) -> Iterator[tuple[int, SessionInfo]]:
+    """Sessions in their order, each followed by those that it started; and how deep each stands."""
+    known = {(row.namespace, row.name) for row in rows}
+    below: dict[tuple[str, str], list[SessionInfo]] = {}
+    first = []
+    for row in rows:
+        parent = (row.namespace, str(row.origin.get("parent", "")))
+        if parent in known and parent[1] != row.name:
+            below.setdefault(parent, []).append(row)
+        else:
+            first.append(row)
+    waiting = [(0, row) for row in reversed(first)]
+    while waiting:
+        level, row = waiting.pop()
+        yield level, row
+        children = below.pop((row.namespace, row.name), ())
+        waiting += [(level + 1, child) for child in reversed(children)]
+    # Parents that name each other in a circle stand below nobody.
+    for rest in below.values():
+        yield from ((0, row) for row in rest)
 
 
 # The tree that a conversation and its branches make.

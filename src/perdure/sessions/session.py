@@ -204,19 +204,28 @@ class Session(SessionView):
             return self._stream(pending, pending.base, messages)
 
     def submit_unkept(
-        self, said: Said, *, preamble: Sequence[Message] = (), **settings: Unpack[TurnKeywords]
+        self,
+        said: Said,
+        *,
+        preamble: Sequence[Message] = (),
+        turn: int | None = None,
+        **settings: Unpack[TurnKeywords],
     ) -> TurnStream:
-        """Queue a reply to what is said, as if it were the next turn. The session stays as it is."""
+        """Queue a reply to what is said, as if it were the next turn, or the one after turn number `turn`.
+        The session stays as it is."""
         self._check_there()
         return Stream(
-            self._unkept(said_messages(said), preamble, {**self.settings, **settings}),
+            self._unkept(said_messages(said), preamble, self.standing(turn), {**self.settings, **settings}),
             self._host.backend.submit,
         )
 
     def _unkept(
-        self, said: Sequence[Message], preamble: Sequence[Message], settings: dict[str, Any]
+        self,
+        said: Sequence[Message],
+        preamble: Sequence[Message],
+        history: History,
+        settings: dict[str, Any],
     ) -> StreamPlan[ChatDelta, ChatReply]:
-        history = self._history
         exchanges = yield from self._host.chat_format.plan(
             (*preamble, *history.messages, *said),
             namespace=self.namespace,
@@ -377,6 +386,14 @@ class Session(SessionView):
         with self._changing():
             if tokens := self._usable.tokens:
                 self._host.backend.cache.sleep(tokens, namespace=self.namespace, adapters=self._adapters)
+
+    def save(self) -> None:
+        """Put its state where it outlives the process. What is in memory stays there."""
+        with self._changing():
+            tokens = self._usable.tokens
+            if tokens and len(tokens) > (self.saved or 0):
+                self._host.backend.cache.save(tokens, namespace=self.namespace, adapters=self._adapters)
+                self.saved = len(tokens)
 
     def plan_wake(self) -> Plan:
         """What waking would take: tokens and bytes by tier, and what would be computed. Nothing is done."""
@@ -642,7 +659,7 @@ class Session(SessionView):
             settings=portable_settings(plain_settings({**pending.settings, **pending.extra.notes})),
             seed=reply.seed,
             finish_reason=reply.finish_reason,
-            usage=_usage(reply),
+            usage=_usage(reply, self._host.backend.model.info.name),
             dropped=reply.dropped,
             model=self._host.backend.model.digest,
             created=time.time(),
@@ -775,9 +792,9 @@ def _date(history: History) -> str | None:
     return None
 
 
-def _usage(reply: ChatReply) -> dict[str, int | str]:
-    """What a turn says later of how its reply came about: tokens, by tier too, milliseconds, and why not more
-    was reused."""
+def _usage(reply: ChatReply, model: str) -> dict[str, int | str]:
+    """What a turn says later of how its reply came about: tokens, by tier too, milliseconds, why not more was
+    reused, and by which model."""
     timings = reply.timings
     return {
         "prompt_tokens": reply.usage.prompt_tokens,
@@ -788,6 +805,7 @@ def _usage(reply: ChatReply) -> dict[str, int | str]:
         "first_token_ms": round(1000 * (timings.queued + timings.prefill)),
         "decode_ms": round(1000 * timings.decode),
         "why": reply.reuse.why,
+        **({"model": model} if model else {}),
     }
 
 

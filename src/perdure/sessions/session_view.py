@@ -151,10 +151,14 @@ class SessionView:
 
     # As it stands.
 
-    def standing(self) -> History:
-        """Its turns as they are at one moment, whatever follows."""
+    def standing(self, turn: int | None = None) -> History:
+        """Its turns as they are at one moment, whatever follows; up to turn number `turn`, if it is given."""
         self._refresh()
-        return self._history
+        history = self._history
+        if turn is None:
+            return history
+        self._check_turn(turn, 0)
+        return history.first(turn)
 
     @property
     def _turns(self) -> int:

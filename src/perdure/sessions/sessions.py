@@ -192,12 +192,13 @@ class Sessions(Closing):
         origin: Mapping[str, Any],
         *,
         after: Session | None = None,
+        turn: int | None = None,
         namespace: str = "",
         kind: str = RESPONSE,
         said: Sequence[Message] = (),
     ) -> Session:
-        """A session for one response: it starts where `after` stands, and its next turn is the response.
-        A new one may begin with what was `said` already.
+        """A session for one response: it starts where `after` stands, or after its turn number `turn`, and
+        its next turn is the response. A new one may begin with what was `said` already.
 
         Its origin says where that is. History and number of turns are of one moment: `after` may go on
         meanwhile.
@@ -214,7 +215,7 @@ class Sessions(Closing):
             with self._lock:
                 info = self.store.create(namespace, name, turns, kind=kind, origin=origin)
                 return self._opened(info)
-        history, saved = after.standing(), after.saved
+        history, saved = after.standing(turn), after.saved
         origin = {"session": after.name, "turn": len(history), **origin}
         with self._lock:
             info = self.store.create(

@@ -350,7 +350,8 @@ def _pair(value: Any) -> tuple[int, int]:
 
 
 def _usage(value: Mapping[str, Any]) -> dict[str, int | str]:
-    return {_text(name): _text(each) if name == "why" else _whole(each) for name, each in value.items()}
+    texts = ("why", "model")
+    return {_text(name): _text(each) if name in texts else _whole(each) for name, each in value.items()}
 
 
 def _mapping(value: object) -> dict[str, Any]:

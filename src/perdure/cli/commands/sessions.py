@@ -42,6 +42,8 @@ def listed(row: SessionInfo) -> dict[str, Any]:
         "namespace": row.namespace,
         "kind": row.kind,
         "turns": row.depth,
+        "tokens": row.tokens,
+        "model": row.model,
         "origin": dict(row.origin),
         "created": row.created,
         "updated": row.updated,
@@ -101,9 +103,10 @@ def ls(
     store: StoreFolder = None,
     as_json: Json = False,
 ) -> None:
-    """List the sessions, the latest first."""
+    """List the sessions, the latest first. Those that an agent started stand below its own."""
     from perdure.cli.output import terminal, words
     from perdure.cli.runtime import session_store_in
+    from perdure.sessions.info import as_tree
 
     with session_store_in(store) as kept:
         last = kept.find(namespace, after) if after is not None else None
@@ -113,12 +116,14 @@ def ls(
     if as_json:
         print_json([listed(row) for row in rows])
         return
-    for row in rows:
+    for level, row in as_tree(rows):
         whose = f"  {words.quoted(row.namespace)}" if everyone else ""
+        model = f"  {words.quoted(row.model)}" if row.model else ""
         told = origin_line(row.origin)
         origin = f"  ({told})" if told else ""
-        turns = words.count(row.depth, "turn")
-        terminal.write(f"{turns:>10}  {words.moment(row.updated)}{whose}  {words.quoted(row.name)}{origin}\n")
+        turns, tokens = words.count(row.depth, "turn"), words.count(row.tokens, "token") if row.tokens else ""
+        line = f"{turns:>10} {tokens:>14}  {words.moment(row.updated)}{whose}{model}  {'  ' * level}"
+        terminal.write(f"{line}{words.quoted(row.name)}{origin}\n")
     if not rows:
         terminal.tell(f"No session has {words.quoted(text)}." if text else "There are no sessions yet.")
     if others:
@@ -155,6 +160,7 @@ def show(
     facts = {
         "session": words.quoted(row.name),
         "turns": f"{session.turns}, {words.count(session.token_count, 'token')}",
+        "model": words.quoted(row.model) if row.model else "",
         "system": session.system or "",
         "settings": json.dumps(dict(row.settings), ensure_ascii=False) if row.settings else "",
         "origin": origin_line(row.origin) if row.origin else "",

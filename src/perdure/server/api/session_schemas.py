@@ -100,6 +100,10 @@ class SessionSummary(ResponseSchema):
     """The program that made it, as it calls itself; empty where that is not known."""
     parent: str = ""
     """The session of the agent that started it, as the program names that."""
+    model: str = ""
+    """The model that answered last, by its own name; empty where that is not known."""
+    tokens: int = 0
+    """Of the last prompt and the reply to it."""
 
     @classmethod
     def of(cls, row: SessionInfo) -> SessionSummary:
@@ -112,6 +116,8 @@ class SessionSummary(ResponseSchema):
             origin=OriginAnswer.of(row.origin),
             agent=str(row.origin.get("agent", "")),
             parent=str(row.origin.get("parent", "")),
+            model=row.model,
+            tokens=row.tokens,
         )
 
 

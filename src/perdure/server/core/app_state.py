@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import copy
 import functools
@@ -21,12 +22,13 @@ from typing import Annotated, Any, ParamSpec, Protocol, TypeVar
 from weakref import WeakSet
 
 import anyio
+import anyio.from_thread
 import anyio.to_thread
 from fastapi import Depends, Request
 
 from perdure.chat.reply import ChatReply
 from perdure.decode.request import Reply
-from perdure.errors import TemplateError
+from perdure.errors import PerdureError, TemplateError
 from perdure.models.catalogue import names_of
 from perdure.pool import ModelPool, PooledModel
 from perdure.pool.backend import PooledBackend
@@ -36,8 +38,8 @@ from perdure.server.core.keys import KeyAccount, Keys
 from perdure.server.core.metrics import Metrics, RecentRequests
 from perdure.server.core.settings import AllowedHosts, Limits, LiveSettings, ReplyDefaults
 from perdure.server.core.shared_keys import share
-from perdure.server.core.visit import VISIT, Sign, Visit
-from perdure.sessions.agent_conversation import AgentConversation
+from perdure.server.core.visit import SESSION, VISIT, Sign, Visit
+from perdure.sessions.session import Session
 
 log = logging.getLogger("perdure.server")
 
@@ -47,6 +49,8 @@ T = TypeVar("T")
 _PRODUCT = re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII)
 _AGENT = 64
 """Characters of a program's name that are kept."""
+_IDLE_SECONDS, _SAVE_TRIES = 1.0, 300
+"""How long the engine has nothing to do before state is written, and how often that is looked at."""
 _QUICK, _SLOW, _READING = 64, 8, 1
 """Calls that are made at once: those that only ask something, those that compute or move state, those that
 read a large body."""
@@ -161,6 +165,7 @@ class AppState:
         """What is being computed for clients."""
         self.replies: WeakSet[Stoppable] = WeakSet()
         """Those of them that are replies."""
+        self._saving: set[asyncio.Task[None]] = set()
 
     @property
     def stopping(self) -> bool:
@@ -269,7 +274,7 @@ class AppState:
                     reply.not_kept,
                 )
         if listed:
-            self.recent.add(caller.namespace, replies, session, caller.agent)
+            self.recent.add(caller.namespace, replies, session or caller.session, caller.agent)
         notes = caller.notes
         notes["reuse"] = _reuse_text(replies[0])
         cached = sum(reply.usage.cached_tokens for reply in replies if reply.index == 0)
@@ -353,6 +358,37 @@ class AppState:
         for work in list(self.running):
             work.cancel()
 
+    def save_when_idle(self, session: Session) -> None:
+        """Have the state of a session written once its turn has ended and the engine has nothing to do:
+        whatever dies then, only what is new is read again. Called from a thread of this server."""
+        turns = session.turns
+
+        def try_once() -> bool:
+            """Whether nothing is left to do."""
+            # What was deleted meanwhile is left alone; a disk that is full is told by the next turn.
+            with suppress(PerdureError):
+                if session.turns == turns + 1 and self.runtime.backend.load == (0, 0):
+                    session.save()
+                    return True
+                # A later turn sees to itself.
+                return session.turns > turns + 1
+            return True
+
+        async def save() -> None:
+            for _ in range(_SAVE_TRIES):
+                await asyncio.sleep(_IDLE_SECONDS)
+                # At the end of the server all is written.
+                if self.stopping or await self.work(try_once):
+                    return
+
+        def begin() -> None:
+            task = asyncio.get_running_loop().create_task(save())
+            self._saving.add(task)
+            self.running.add(task)
+            task.add_done_callback(self._saving.discard)
+
+        anyio.from_thread.run_sync(begin)
+
     def cancel(self, namespace: str, request_id: str) -> int:
         """End what is being computed for a request of a namespace. How many replies that were."""
         return sum(work.stop(namespace, request_id) for work in list(self.replies))
@@ -384,10 +420,19 @@ class Caller:
     """What its key may still use, where it has one."""
     request_id: str = ""
     """Of its request, as the header `x-request-id` has it."""
-    conversation: AgentConversation | None = None
-    """The conversation that its headers name."""
+    headers: Mapping[str, str] | None = None
+    """Of its request, in which it may name its conversation; None where conversations are not kept."""
     visit: Visit = field(default_factory=Visit)
     """The models that its request uses."""
+
+    @property
+    def session(self) -> str | None:
+        """The session that its request is a turn of, as far as that is known by now."""
+        return self.notes.get(SESSION)
+
+    def in_session(self, name: str) -> None:
+        """Have the answer, and the list of requests, say which session it is a turn of."""
+        self.notes[SESSION] = name
 
     def charge(self, prompt_tokens: int, completion_tokens: int = 0) -> None:
         """Have its key pay for what was computed, and note it for the log."""
@@ -411,9 +456,9 @@ async def _caller(request: Request) -> Caller:
     agent = _agent(request.headers.get("user-agent", ""))
     account, request_id = getattr(state, "account", None), getattr(state, "request_id", "")
     keeps = request.app.state.app_state.conversations
-    conversation = named_conversation(request.headers, agent) if keeps else None
     visit = getattr(state, VISIT, None) or Visit()
-    return Caller(state.namespace, state.notes, agent, account, request_id, conversation, visit)
+    headers = request.headers if keeps else None
+    return Caller(state.namespace, state.notes, agent, account, request_id, headers, visit)
 
 
 async def _looked_at(request: Request) -> AppState:
@@ -426,38 +471,6 @@ async def _served(request: Request) -> AppState:
     app_state = await _app_state(request)
     visit = getattr(request.state, VISIT, None) or Visit()
     return await app_state.serving(request.query_params.get("model", ""), visit, request.state.namespace)
-
-
-_NAMED_BY: tuple[tuple[str, str, str, str], ...] = (
-    ("claude-code", "x-claude-code-session-id", "x-claude-code-agent-id", "x-claude-code-parent-agent-id"),
-    ("opencode", "x-session-affinity", "", "x-parent-session-id"),
-    ("opencode", "x-session-id", "", "x-parent-session-id"),
-    ("codex", "thread-id", "", ""),
-    ("codex", "session-id", "", ""),
-    ("open-webui", "x-openwebui-chat-id", "", ""),
-)
-"""Clients, and the headers in which they name a conversation, an agent within it, and its parent."""
-_CONVERSATION_ID = re.compile(r"[A-Za-z0-9._:-]{1,100}")
-
-
-def named_conversation(headers: Mapping[str, str], agent: str) -> AgentConversation | None:
-    """The conversation that a client names in its headers, if it is one of those that do."""
-    for client, session, part, parent in _NAMED_BY:
-        name = headers.get(session, "")
-        if not _CONVERSATION_ID.fullmatch(name):
-            continue
-        whole = f"{client}:{name}"
-        within = headers.get(part, "") if part else ""
-        above = headers.get(parent, "") if parent else ""
-        inside = bool(_CONVERSATION_ID.fullmatch(within))
-        if part:
-            above = f"{whole}:{above}" if _CONVERSATION_ID.fullmatch(above) else whole if inside else ""
-        else:
-            above = f"{client}:{above}" if _CONVERSATION_ID.fullmatch(above) else ""
-        return AgentConversation(
-            name=f"{whole}:{within}" if inside else whole, parent=above, agent=agent or client
-        )
-    return None
 
 
 def _agent(header: str) -> str:

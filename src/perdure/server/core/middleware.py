@@ -37,6 +37,7 @@ from perdure.server.core.keys import METRICS, Key, KeyAccount, Keys
 from perdure.server.core.metrics import Metrics
 from perdure.server.core.protocol import OPENAI, Protocol, protocol_at
 from perdure.server.core.settings import AllowedHosts, Limits, host_name
+from perdure.server.core.visit import SESSION
 
 # Access log. One line and one count for every request, whatever happens to it.
 
@@ -63,13 +64,15 @@ def _given_id(scope: Scope) -> str | None:
 
 
 _SESSION_HEADERS = (
+    b"x-dynamo-session-id",
     b"x-session-id",
     b"x-claude-code-session-id",
     b"x-session-affinity",
     b"thread-id",
     b"session-id",
+    b"x-openwebui-chat-id",
 )
-"""How clients name a conversation: ours, Claude Code's, opencode's, Codex'."""
+"""How clients name a conversation, for routers: what has the same name goes to one server."""
 _SESSION_ID = re.compile(rb"[A-Za-z0-9._:-]{1,100}")
 
 
@@ -137,6 +140,8 @@ class AccessLog:
                 ]
                 if session is not None:
                     message["headers"].append((b"x-session-id", session))
+                if kept := notes.get(SESSION):
+                    message["headers"].append((b"x-perdure-session", _header_text(kept).encode("ascii")))
                 if ignored := notes.get("ignored"):
                     names = ", ".join(map(_header_text, ignored))
                     message["headers"].append((b"x-perdure-ignored", names.encode("ascii")))
@@ -153,6 +158,7 @@ class AccessLog:
             if not status:
                 await to_api_error(error).response()(scope, receive, noted)
         finally:
+            notes.pop(SESSION, None)
             if notes.pop("left", False):
                 status = LEFT
             seconds = time.perf_counter() - started
@@ -249,7 +255,7 @@ class Cors:
             allow_origins=origins,
             allow_methods=("*",),
             allow_headers=("*",),
-            expose_headers=("x-request-id", "x-session-id", "retry-after"),
+            expose_headers=("x-request-id", "x-session-id", "x-perdure-session", "retry-after"),
         )
 
 

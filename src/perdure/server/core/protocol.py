@@ -37,6 +37,8 @@ class Event(NamedTuple):
     """Empty where the protocol has no names."""
     data: bytes
     """JSON."""
+    id: bytes = b""
+    """Its number, where a client can come back for those behind it."""
 
 
 Events = Sequence[Event]
@@ -60,7 +62,7 @@ class EventTemplate:
     """An event of which only one text changes: made once, and filled in for every token."""
 
     def __init__(self, data: Callable[[str], dict[str, Any]], form: Callable[..., Event] = event) -> None:
-        self._name, whole = form(data(_BLANK))
+        self._name, whole, _ = form(data(_BLANK))
         self._before, self._after = whole.split(to_json(_BLANK))
 
     def __call__(self, text: str) -> Event:
@@ -76,7 +78,9 @@ class Framing:
 
 
 def _server_sent(event: Event) -> bytes:
-    name, data = event
+    name, data, number = event
+    if number:
+        return b"id: %b\n" % number + _server_sent(Event(name, data))
     return b"event: %b\ndata: %b\n\n" % (name, data) if name else b"data: %b\n\n" % data
 
 

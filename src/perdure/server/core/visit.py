@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+import logging
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, suppress
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from perdure.errors import PerdureError
 from perdure.pool import ModelPool, PooledModel
 from perdure.server.core.api_error import ClientLeft, deadline
 from perdure.server.core.protocol import SSE, Event, Events, protocol_at
@@ -21,6 +23,9 @@ from perdure.server.core.settings import Limits
 
 VISIT = "visit"
 """Where it is in the state of a request."""
+SESSION = "session"
+"""Where the session that a request is a turn of stands in the notes of the request."""
+log = logging.getLogger("perdure.server")
 _COMMENT = b": the model is being loaded\n\n"
 
 Sign = Callable[[], Events]
@@ -43,6 +48,27 @@ class Visit:
         self._error: bytearray | None = None
         self._early: list[Message] = []
         """Parts of the body that came while the request waited."""
+        self._last: list[Callable[[], Awaitable[object]]] = []
+
+    def at_end(self, work: Callable[[], Awaitable[object]]) -> None:
+        """Have something done when the answer is sent, while the models are still there."""
+        self._last.append(work)
+
+    async def finish(self) -> None:
+        """Do what was left for the end, and give all leases back."""
+        try:
+            if self._last:
+                # Also where the client has left, which cancels the rest of its request.
+                await asyncio.shield(self._do_last())
+        finally:
+            self.close()
+
+    async def _do_last(self) -> None:
+        for work in self._last:
+            try:
+                await work()
+            except PerdureError as error:
+                log.info("at the end of a request: %s", error)
 
     def close(self) -> None:
         """Give all leases back."""
@@ -166,4 +192,4 @@ class Visits:
         try:
             await self._app(scope, visit.receive, visit.send)
         finally:
-            visit.close()
+            await visit.finish()

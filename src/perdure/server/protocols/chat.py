@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Path, Query, Request
 from pydantic import Field
 from starlette.responses import Response
 
@@ -18,13 +18,12 @@ from perdure.decode.slots import KeptPrefix
 from perdure.server.core.api_error import ApiError
 from perdure.server.core.app_state import AppState, AppStateDep, Caller, CallerDep
 from perdure.server.core.body_route import BodyRoute
+from perdure.server.core.event_log import EventLog, EventLogs, followed
 from perdure.server.core.follow import Stream, answer
 from perdure.server.core.protocol import DONE, Events, EventTemplate, Protocol, event
 from perdure.server.core.schemas import (
     Items,
     MissAnswer,
-    Name,
-    ReplyExtension,
     RequestSchema,
     ResponseSchema,
     ReuseAnswer,
@@ -35,6 +34,8 @@ from perdure.server.core.schemas import (
     refuse_fields,
     streamed,
 )
+from perdure.server.core.visit import Visit
+from perdure.server.protocols.conversation_names import NamingFields
 from perdure.server.protocols.openai import (
     AnswerHead,
     PromptCacheOptions,
@@ -42,7 +43,7 @@ from perdure.server.protocols.openai import (
     finite,
     tier_options,
 )
-from perdure.server.protocols.reply_request import ReplyRequest
+from perdure.server.protocols.reply_request import ReplyRequest, SessionExtension
 
 # Chat requests in OpenAI's shape, and what they mean in the runtime's words.
 
@@ -142,15 +143,6 @@ class SchemaFormat(RequestSchema):
     json_schema: SchemaAsked
 
 
-class Extension(ReplyExtension):
-    """What OpenAI's API has no words for."""
-
-    session: Name | None = None
-    """The session to go on with: `messages` are then only what is new. Made if it does not exist."""
-    keep_partial: bool | None = None
-    """In a session: whether a turn that is stopped is kept as far as it is written."""
-
-
 class ChatOptionsSchema(SamplingSchema):
     """What can be asked of a reply in a conversation, besides its messages."""
 
@@ -182,10 +174,10 @@ class ChatOptionsSchema(SamplingSchema):
     """Whether the prompt ends with what opens a reply: unless a message is continued, if not told."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    perdure: Extension | None = None
+    perdure: SessionExtension | None = None
 
 
-class ChatRequest(ChatOptionsSchema):
+class ChatRequest(NamingFields, ChatOptionsSchema):
     model: str = ""
     messages: Items[ChatMessage] = Field(min_length=1)
     n: int | None = Field(None, ge=1, le=128)
@@ -248,8 +240,6 @@ def chat_options(asked: ChatOptionsSchema, app_state: AppState) -> dict[str, Any
         extended = extension.options
         variables |= extended.pop("variables", {})
         options |= extended
-        if extension.keep_partial:
-            options["keep_partial"] = True
     variables |= asked.chat_template_kwargs or {}
     for name in ("continue_final_message", "add_generation_prompt"):
         if (value := getattr(asked, name)) is not None:
@@ -302,13 +292,6 @@ def reply_request(
             400, "modalities: only text can be written", param="modalities", code="unsupported_parameter"
         )
     messages = parsed(asked.messages, app_state)
-    if asked.perdure is not None and asked.perdure.keep_partial and asked.perdure.session is None:
-        raise ApiError(
-            400,
-            "perdure.keep_partial: only in a session, give perdure.session too",
-            param="perdure.keep_partial",
-            code="invalid_value",
-        )
     options = {**app_state.model_options(asked.model), **chat_options(asked, app_state)}
     if asked.n is not None:
         options["n"] = asked.n
@@ -317,7 +300,7 @@ def reply_request(
     return ReplyRequest(
         messages=messages,
         options=options,
-        session=asked.perdure.session if asked.perdure is not None else None,
+        place=asked.perdure.place if asked.perdure is not None else None,
         timeout=asked.perdure.timeout if asked.perdure is not None else None,
     )
 
@@ -564,7 +547,7 @@ async def chat(
     app_state = await app_state.serving(asked.model, caller.visit, sign=bool(asked.stream))
     wanted, stream = await app_state.call(_submit, asked, app_state, caller)
     return await chat_answer(
-        stream, asked, request, app_state, caller, session=wanted.session, messages=wanted.messages
+        stream, asked, request, app_state, caller, session=caller.session, messages=wanted.messages
     )
 
 
@@ -573,7 +556,7 @@ def _submit(
 ) -> tuple[ReplyRequest, Stream[ChatDelta, ChatReply]]:
     """In one thread: to read what is asked takes time too."""
     wanted = reply_request(asked, app_state, caller.notes)
-    return wanted, wanted.submit(app_state.runtime, caller.namespace, caller.agent, caller.conversation)
+    return wanted, wanted.submit(app_state, caller, asked)
 
 
 async def chat_answer(
@@ -590,6 +573,23 @@ async def chat_answer(
     head = ChatHead(app_state, session, with_logprobs=bool(asked.logprobs))
     n: Any = getattr(asked, "n", None) or 1
     include_usage = bool(asked.stream_options and asked.stream_options.include_usage)
+    if asked.stream and asked.perdure is not None and asked.perdure.resumable:
+        visit = Visit()
+        # Loaded for its request: it stays so when the client leaves.
+        await app_state.serving(app_state.name, visit)
+        log = EventLog(
+            stream,
+            ChatWriter(head, n, include_usage=include_usage),
+            app_state,
+            caller,
+            visit,
+            timeout=asked.perdure.timeout,
+            session=session,
+            messages=messages,
+        )
+        logs: EventLogs = request.app.state.logs
+        logs.add(caller.namespace, head.common["id"], log)
+        return followed(log, -1, app_state)
     return await answer(
         stream,
         request,
@@ -601,6 +601,23 @@ async def chat_answer(
         session=session,
         messages=messages,
     )
+
+
+@router.get("/v1/chat/completions/{completion_id}", responses=streamed(404, 409), response_model=None)
+async def resume(
+    completion_id: Annotated[str, Path(max_length=100)],
+    request: Request,
+    app_state: AppStateDep,
+    caller: CallerDep,
+    starting_after: Annotated[int | None, Query(ge=-1, lt=2**31)] = None,
+) -> Response:
+    """The rest of a stream that was asked for with `perdure.resumable`, from behind event number
+    `starting_after`, or behind the one that the header `Last-Event-ID` names."""
+    last = request.headers.get("last-event-id", "")
+    if starting_after is None:
+        starting_after = int(last) if last.isascii() and last.isdigit() and len(last) < 10 else -1
+    logs: EventLogs = request.app.state.logs
+    return followed(logs.get(caller.namespace, completion_id, starting_after), starting_after, app_state)
 
 
 PROTOCOL = Protocol(name="OpenAI chat completions", prefix="/v1/chat", routers=(router,), writer=ChatWriter)

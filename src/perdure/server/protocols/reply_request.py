@@ -1,19 +1,112 @@
-"""Reply request: what a client asks for, whatever protocol it speaks."""
+"""Reply request: what a client asks for, whatever protocol it speaks, and its session."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import Field
+
 from perdure.chat.message import Message
-from perdure.errors import SessionError, StoreError
+from perdure.decode.slots import KeptPrefix
+from perdure.errors import PerdureError, SessionError, SessionExistsError, StoreError
 from perdure.runtime import Runtime
+from perdure.server.core.api_error import ApiError
+from perdure.server.core.app_state import AppState, Caller
+from perdure.server.core.schemas import Name, ReplyExtension, RequestSchema
+from perdure.server.protocols.conversation_names import conversation_of
 from perdure.sessions.agent_conversation import AgentConversation, find_line, without_session_options
 from perdure.sessions.fold import TurnStream
+from perdure.sessions.session import Session
 
 log = logging.getLogger("perdure.server")
+
+_OTHER_MARKS = 15
+"""Cache marks of a request beside that of its conversation."""
+_BRANCHES = 1000
+"""Branches that one session can have under names of the server's making."""
+
+
+class SessionExtension(ReplyExtension):
+    """What no other protocol has words for, sessions included."""
+
+    session: Name | None = None
+    """The session to go on with: `messages` are then only what is new. Made if it does not exist."""
+    fork_from: Name | None = None
+    """The session to branch off from: `messages` are then only what is new. The branch is called `session`,
+    or else as the answer says."""
+    fork_turn: int | None = Field(None, ge=0, lt=2**31)
+    """After which turn the branch starts; where that session stands, if left out."""
+    keep_partial: bool | None = None
+    """In a session: whether a turn that is stopped is kept as far as it is written."""
+    resumable: bool | None = None
+    """With `stream`, in chat completions: whether the reply goes on without its reader, who can come back."""
+
+    @property
+    def place(self) -> SessionPlace | None:
+        """Where in which session the request goes on, if it says so."""
+        if self.fork_turn is not None and self.fork_from is None:
+            raise ApiError(
+                400,
+                "perdure.fork_turn: give perdure.fork_from too",
+                param="perdure.fork_turn",
+                code="invalid_value",
+            )
+        if self.keep_partial and self.session is None and self.fork_from is None:
+            raise ApiError(
+                400,
+                "perdure.keep_partial: only in a session, give perdure.session too",
+                param="perdure.keep_partial",
+                code="invalid_value",
+            )
+        if self.session is None and self.fork_from is None:
+            return None
+        return SessionPlace(name=self.session, fork_from=self.fork_from, turn=self.fork_turn)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {**super().options, **({"keep_partial": True} if self.keep_partial else {})}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionPlace:
+    """The session that a request goes on with, or the one that it branches off from."""
+
+    name: str | None
+    fork_from: str | None = None
+    turn: int | None = None
+
+    def open(self, runtime: Runtime, caller: Caller, system: str | None) -> Session:
+        """The session, or the branch, which is made."""
+        sessions, namespace = runtime.sessions, caller.namespace
+        if self.fork_from is None:
+            assert self.name is not None
+            return sessions.open(self.name, namespace=namespace, system=system, agent=caller.agent)
+        source = sessions.get(self.fork_from, namespace)
+        if system is not None and source.system != system:
+            raise SessionError(
+                f"session {self.fork_from!r} has another system message: leave it out to branch off from "
+                "that session"
+            )
+        return branch(source, self.name, self.turn)
+
+
+def branch(source: Session, name: str | None, turn: int | None) -> Session:
+    """A branch of a session, under a name of its own: `NAME~2`, `NAME~3` and so on, unless it is given."""
+    if name is not None:
+        return source.fork(name, turn=turn)
+    stem, tilde, number = source.name.rpartition("~")
+    stem = stem if tilde and number.isascii() and number.isdigit() else source.name
+    for at in range(2, _BRANCHES + 2):
+        # Whoever branches off at the same time may have taken it.
+        with suppress(SessionExistsError):
+            return source.fork(f"{stem}~{at}", turn=turn)
+    raise SessionError(
+        f"session {stem!r} has {_BRANCHES} branches: name the next one (perdure.session), or delete some"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,55 +116,86 @@ class ReplyRequest:
     messages: Sequence[Message]
     options: Mapping[str, Any]
     """In the words of `Runtime.submit_chat`: tools, their choice, schemas, sampling, stops, limits."""
-    session: str | None = None
+    place: SessionPlace | None = None
     """The session that the messages go on with; none is made for a conversation that comes whole."""
     timeout: float | None = None
     """Seconds that the client gives it."""
 
-    def submit(
-        self,
-        runtime: Runtime,
-        namespace: str,
-        agent: str = "",
-        conversation: AgentConversation | None = None,
-    ) -> TurnStream:
-        """Queue it for a program. It takes time to render and to tokenise, so this is called in a thread."""
-        if self.session is None:
-            if conversation is not None:
-                stream = submit_to_conversation(runtime, conversation, self.messages, namespace, self.options)
+    def submit(self, app_state: AppState, caller: Caller, asked: RequestSchema | None = None) -> TurnStream:
+        """Queue it; with `asked`, in the conversation that its fields and headers name. It takes time to
+        render and to tokenise, so this is called in a thread."""
+        runtime = app_state.runtime
+        if self.place is None:
+            if asked is not None and (conversation := named_conversation(caller, asked)) is not None:
+                stream = submit_to_conversation(app_state, caller, conversation, self.messages, self.options)
                 if stream is not None:
                     return stream
-            return runtime.submit_chat(self.messages, namespace=namespace, **self.options)
+            return runtime.submit_chat(self.messages, namespace=caller.namespace, **self.options)
         messages, system = list(self.messages), None
         # A system message that comes first is that of a new session.
         if messages[0].role in ("system", "developer") and len(messages) > 1:
             system = messages.pop(0).content or ""
-        session = runtime.sessions.open(self.session, namespace=namespace, system=system, agent=agent)
-        return session.submit(messages, **self.options)
+        session = self.place.open(runtime, caller, system)
+        try:
+            stream = session.submit(messages, **self.options)
+        except BaseException:
+            if self.place.fork_from is not None:
+                # What is refused leaves nothing behind.
+                with suppress(PerdureError):
+                    session.delete()
+            raise
+        caller.in_session(session.name)
+        return stream
+
+
+def named_conversation(caller: Caller, asked: RequestSchema) -> AgentConversation | None:
+    """The conversation that headers or fields name; None where there is none, or none is kept."""
+    return None if caller.headers is None else conversation_of(caller.headers, caller.agent, asked)
 
 
 def submit_to_conversation(
-    runtime: Runtime,
+    app_state: AppState,
+    caller: Caller,
     conversation: AgentConversation,
     messages: Sequence[Message],
-    namespace: str,
     options: Mapping[str, Any],
 ) -> TurnStream | None:
     """Queue the next turn of a client's conversation in its session. None where it goes without one: nothing
     is stored here, the session is busy with another request, or it cannot hold what was sent."""
+    runtime = app_state.runtime
     sessions = runtime.sessions
     settings = without_session_options(options)
-    if settings is None or sessions.store.transfers() is None:
+    if sessions.store.transfers() is None:
         return None
+    if conversation.closes:
+        caller.visit.at_end(lambda: app_state.call(let_go, runtime, conversation, caller.namespace))
+    if settings is None:
+        return None
+    if conversation.keep_seconds is not None:
+        kept = KeptPrefix(after=0, seconds=conversation.keep_seconds)
+        settings["cache_marks"] = [*settings.get("cache_marks", ())[:_OTHER_MARKS], kept]
     if options.get("stable_prefix"):
-        messages = runtime.chat_format.settle(messages, namespace)
+        messages = runtime.chat_format.settle(messages, caller.namespace)
     try:
-        found = find_line(sessions, conversation, messages, namespace)
+        found = find_line(sessions, conversation, messages, caller.namespace)
         if found is None:
             return None
         session, said = found
-        return session.submit(said, **settings)
+        stream = session.submit(said, **settings)
     except (SessionError, StoreError) as error:
         # What cannot be kept is answered all the same.
         log.info("conversation %s goes without its session: %s", conversation.name, error)
         return None
+    caller.in_session(session.name)
+    if not conversation.closes:
+        app_state.save_when_idle(session)
+    return stream
+
+
+def let_go(runtime: Runtime, conversation: AgentConversation, namespace: str) -> None:
+    """Have the state of a conversation that is over leave the slots. Its turns, and what is on the disk,
+    stay."""
+    for session in conversation.lines(runtime.sessions, namespace):
+        # One that is busy again, or was deleted meanwhile, is left alone.
+        with suppress(SessionError):
+            session.sleep()

@@ -52,7 +52,8 @@ class CacheCreation(ResponseSchema):
         counts = {FIVE_MINUTES: 0, HOUR: 0}
         end = reply.usage.cached_tokens
         for length, seconds in sorted((pin.length, -(pin.seconds or 0)) for pin in reply.reuse.pins):
-            counts[-seconds] += max(0, length - end)
+            # What a session hint keeps lasts for whatever time it says; Anthropic's clients know two.
+            counts[FIVE_MINUTES if -seconds < HOUR else HOUR] += max(0, length - end)
             end = max(end, length)
         return cls(ephemeral_5m_input_tokens=counts[FIVE_MINUTES], ephemeral_1h_input_tokens=counts[HOUR])
 
@@ -375,7 +376,7 @@ def _submit(asked: MessagesRequest, app_state: AppState, caller: Caller) -> tupl
     """In one thread: to read what is asked takes time too."""
     refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
     wanted = reply_request(asked, app_state, caller.namespace)
-    return wanted, wanted.submit(app_state.runtime, caller.namespace, caller.agent, caller.conversation)
+    return wanted, wanted.submit(app_state, caller, asked)
 
 
 @router.post("/v1/messages/count_tokens", responses=errors(404, 504, 529))

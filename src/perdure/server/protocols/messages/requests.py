@@ -11,8 +11,9 @@ from perdure.chat.message import parse_messages
 from perdure.decode.slots import KeptPrefix
 from perdure.server.core.api_error import ApiError
 from perdure.server.core.app_state import AppState
-from perdure.server.core.schemas import Items, ReplyExtension, RequestSchema, SamplingSchema
-from perdure.server.protocols.reply_request import ReplyRequest
+from perdure.server.core.schemas import Items, RequestSchema, SamplingSchema
+from perdure.server.protocols.conversation_names import NamingFields
+from perdure.server.protocols.reply_request import ReplyRequest, SessionExtension
 
 _BILLING = "x-anthropic-billing-header:"
 """How a block begins that Claude Code puts first, and that changes from request to request: no part of the
@@ -103,11 +104,11 @@ class CountRequest(RequestSchema):
     """A mark behind the last message."""
 
 
-class MessagesRequest(SamplingSchema, CountRequest):
+class MessagesRequest(NamingFields, SamplingSchema, CountRequest):
     max_tokens: int = Field(ge=1, lt=2**31)
     stop_sequences: Items[str] | None = None
     """What Anthropic calls `stop`."""
-    perdure: ReplyExtension | None = None
+    perdure: SessionExtension | None = None
     stream: bool | None = None
 
     @property
@@ -137,7 +138,11 @@ def reply_request(asked: MessagesRequest, app_state: AppState, namespace: str) -
         options["continue_final_message"] = True
     if said.marks:
         options["cache_marks"] = said.cache_marks
-    return ReplyRequest(messages=parse_messages(said.messages), options=app_state.defaults.fill(options))
+    return ReplyRequest(
+        messages=parse_messages(said.messages),
+        options=app_state.defaults.fill(options),
+        place=extension.place if extension is not None else None,
+    )
 
 
 def prompt_options(asked: CountRequest) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from perdure.request_options import SEED_LIMIT, options_of_replies
 from perdure.server.core.api_error import ApiError
 from perdure.server.core.app_state import AppState
 from perdure.server.core.schemas import Items, RequestSchema, option_value
-from perdure.server.protocols.reply_request import ReplyRequest
+from perdure.server.protocols.conversation_names import NamingFields
+from perdure.server.protocols.reply_request import ReplyRequest, SessionExtension
 
 _SAMPLING = {
     name: each
@@ -103,11 +104,13 @@ class OptionsRequest(ModelNamed):
         return self.stream is not False
 
 
-class ReplyOptions(OptionsRequest):
+class ReplyOptions(NamingFields, OptionsRequest):
     format: Format | None = None
     think: bool | str | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
+    perdure: SessionExtension | None = None
+    """What Ollama has no words for; what is asked of the reply may stand among `options` too."""
 
 
 class OllamaChatRequest(ReplyOptions):
@@ -151,7 +154,9 @@ def chat_request(asked: OllamaChatRequest, app_state: AppState) -> tuple[ReplyRe
     if asked.messages and asked.messages[-1].is_begun:
         options["continue_final_message"] = True
     return ReplyRequest(
-        messages=parse_messages(message.plain for message in asked.messages), options=options
+        messages=parse_messages(message.plain for message in asked.messages),
+        options=options,
+        place=asked.perdure.place if asked.perdure is not None else None,
     ), notes
 
 
@@ -164,7 +169,8 @@ def generate_request(asked: GenerateRequest, app_state: AppState) -> tuple[Reply
     options, notes = reply_options(asked, app_state)
     messages = [{"role": "system", "content": asked.system}] if asked.system else []
     messages.append({"role": "user", "content": asked.prompt})
-    return ReplyRequest(messages=parse_messages(messages), options=options), notes
+    place = asked.perdure.place if asked.perdure is not None else None
+    return ReplyRequest(messages=parse_messages(messages), options=options, place=place), notes
 
 
 _REFUSED = {
@@ -187,7 +193,12 @@ def reply_options(asked: ReplyOptions, app_state: AppState) -> tuple[dict[str, A
         options["variables"] = {"enable_thinking": True, "reasoning_effort": asked.think}
     if asked.logprobs:
         options["logprobs"] = asked.top_logprobs or 0
-    options["timeout"] = app_state.seconds(None)
+    extension = asked.perdure
+    if extension is not None:
+        extended = extension.options
+        options["variables"] = {**options.get("variables", {}), **extended.pop("variables", {})}
+        options |= extended
+    options["timeout"] = app_state.seconds(extension.timeout if extension is not None else None)
     options |= app_state.model_options(asked.model or asked.name)
     return app_state.defaults.fill(options), notes
 

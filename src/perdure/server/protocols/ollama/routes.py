@@ -211,9 +211,7 @@ async def chat(
         """In one thread: to read what is asked takes time too."""
         refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
         wanted, notes = chat_request(asked, app_state)
-        conversation = caller.conversation
-        stream = wanted.submit(app_state.runtime, caller.namespace, caller.agent, conversation)
-        return stream, notes
+        return wanted.submit(app_state, caller, asked), notes
 
     job, notes = await app_state.call(submit)
     writer = OllamaWriter(app_state.name, "chat", notes)
@@ -234,7 +232,14 @@ async def generate(
         refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
         wanted, notes = generate_request(asked, app_state)
         if not asked.raw and not asked.suffix:
-            return wanted.submit(app_state.runtime, caller.namespace), notes
+            return wanted.submit(app_state, caller), notes
+        if wanted.place is not None:
+            raise ApiError(
+                400,
+                "perdure.session: only for a prompt by the chat template, without raw and suffix",
+                param="perdure.session",
+                code="invalid_value",
+            )
         options: Any = {name: value for name, value in wanted.options.items() if name not in _CHAT_ONLY}
         prompt: str | list[int] = asked.prompt
         if asked.suffix:

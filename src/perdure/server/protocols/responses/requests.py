@@ -12,8 +12,10 @@ from pydantic import BeforeValidator, Field
 from perdure.chat.message import Message
 from perdure.server.core.api_error import ApiError
 from perdure.server.core.app_state import AppState
-from perdure.server.core.schemas import Items, ReplyExtension, RequestSchema, SamplingSchema
+from perdure.server.core.schemas import Items, RequestSchema, SamplingSchema
+from perdure.server.protocols.conversation_names import NamingFields
 from perdure.server.protocols.openai import PromptCacheOptions, tier_options
+from perdure.server.protocols.reply_request import SessionExtension
 from perdure.server.protocols.responses.items import Found, OutputForm, Unsealed, content_text, messages_of
 
 _ITEMS = 1 << 14
@@ -91,7 +93,7 @@ class PromptRequest(RequestSchema):
     truncation: Literal["auto", "disabled"] | None = None
 
 
-class ResponseRequest(SamplingSchema, PromptRequest):
+class ResponseRequest(NamingFields, SamplingSchema, PromptRequest):
     store: bool | None = None
     stream: bool | None = None
     include: Annotated[list[str], Field(max_length=64)] | None = None
@@ -105,7 +107,7 @@ class ResponseRequest(SamplingSchema, PromptRequest):
     prompt_cache_key: str | None = Field(None, max_length=512)
     """The latest prompt that came with this key is kept for a time."""
     prompt_cache_options: PromptCacheOptions | None = None
-    perdure: ReplyExtension | None = None
+    perdure: SessionExtension | None = None
 
     @property
     def stores(self) -> bool:

@@ -21,6 +21,7 @@ from perdure.errors import PerdureError
 from perdure.server.core.api_error import ApiError, to_api_error
 from perdure.server.core.app_state import AppState, AppStateDep, Caller, CallerDep
 from perdure.server.core.body_route import BodyRoute
+from perdure.server.core.event_log import followed
 from perdure.server.core.follow import EventResponse, Recorded, answer
 from perdure.server.core.protocol import SSE, Event, Protocol
 from perdure.server.core.schemas import NO_BODY, PAGE, Limit, ResponseSchema, errors, refuse_fields, streamed
@@ -35,7 +36,7 @@ from perdure.server.protocols.responses.answers import (
 )
 from perdure.server.protocols.responses.items import Item, make_item_id, new_response_id, said_items
 from perdure.server.protocols.responses.requests import AfterItem, ItemOrder, PromptRequest, ResponseRequest
-from perdure.server.protocols.responses.runs import Runs, followed
+from perdure.server.protocols.responses.runs import Runs
 from perdure.server.protocols.responses.stored import Responses, StoredResponse
 from perdure.server.protocols.responses.stream import ResponseWriter
 from perdure.sessions.fold import HEADING, TurnStream
@@ -73,7 +74,7 @@ async def create(
         )
     head = responses.unstored_head(asked)
     try:
-        job = await app_state.call(responses.submit_unstored, asked, caller.conversation)
+        job = await app_state.call(responses.submit_unstored, asked, caller)
     except (PerdureError, ApiError) as error:
         return _refused(error, head, asked, app_state)
     return await _answered(job, head, asked, request, app_state, caller, ResponseWriter(head))
@@ -92,7 +93,7 @@ async def _stored(
     if isinstance(job, ApiError):
         return _refused(job, response.head, asked, app_state)
     if asked.background:
-        run = runs.start(caller, response, job, notes, app_state)
+        run = await runs.start(caller, response, job, notes, app_state)
         if asked.stream:
             return followed(run, -1, app_state)
         return _json(await app_state.call(response.shown, "queued"))
@@ -186,7 +187,7 @@ async def read(
             notes: dict[str, Any] = {}
             await app_state.call(response.note_unknown)
             job = await app_state.call(responses.submit, response, notes)
-            runs.start(caller, response, job, notes, app_state)
+            await runs.start(caller, response, job, notes, app_state)
         return _json(await app_state.call(response.shown))
     if (sent := runs.take_over(caller.namespace, response_id)) is not None:
         await app_state.call(response.note_sent, sent)

@@ -14,10 +14,10 @@ from perdure.chat.plans import SUMMARY_REQUEST, SummaryPasses
 from perdure.errors import ContextOverflow, SessionNotFoundError
 from perdure.request_options import draw_seed
 from perdure.server.core.api_error import ApiError, to_api_error
-from perdure.server.core.app_state import AppState
+from perdure.server.core.app_state import AppState, Caller
 from perdure.server.core.settings import ReplyDefaults
 from perdure.server.protocols.openai import MARKS, cache_marks, has_breakpoint
-from perdure.server.protocols.reply_request import submit_to_conversation
+from perdure.server.protocols.reply_request import ReplyRequest
 from perdure.server.protocols.responses.answers import ResponseHead, error_detail, not_kept
 from perdure.server.protocols.responses.items import (
     Item,
@@ -41,7 +41,6 @@ from perdure.server.protocols.responses.requests import (
     tool_set,
 )
 from perdure.server.protocols.responses.stream import OPENING, SentPart
-from perdure.sessions.agent_conversation import AgentConversation
 from perdure.sessions.fold import TurnStream
 from perdure.sessions.session import Session, TurnExtra, today
 from perdure.sessions.turn import Turn
@@ -97,7 +96,7 @@ class Responses:
 
     def _begin(self, asked: ResponseRequest) -> StoredResponse:
         """A new response, written down before anybody hears of it."""
-        before = self._before(asked)
+        before, turn = self._before(asked), self._fork_turn(asked)
         # Read once before anything is written: what is wrong with it is said now.
         self._read(asked)
         response_id = new_response_id()
@@ -114,7 +113,9 @@ class Responses:
             "date": today(),
             "model": self._app_state.name,
         }
-        session = self._sessions.respond(response_id, about, after=before, namespace=self._namespace)
+        session = self._sessions.respond(
+            response_id, about, after=before, turn=turn, namespace=self._namespace
+        )
         self._sessions.expire_responses(self._app_state.limits.response_seconds)
         return self._opened(session)
 
@@ -122,22 +123,16 @@ class Responses:
         """Of a response that leaves nothing behind."""
         return self._head(new_response_id(), asked, int(time.time()), self._app_state.name)
 
-    def submit_unstored(
-        self, asked: ResponseRequest, conversation: AgentConversation | None = None
-    ) -> TurnStream:
+    def submit_unstored(self, asked: ResponseRequest, caller: Caller) -> TurnStream:
         """Have a reply made that leaves no response behind. It is a turn of its client's conversation, where
         the client names one."""
         before = self._before(asked)
         instructions, said = self._read(asked)
         options = self._app_state.defaults.fill(self._options(asked, said))
         if before is None:
-            runtime, messages = self._app_state.runtime, [*instructions, *said]
-            if conversation is not None:
-                stream = submit_to_conversation(runtime, conversation, messages, self._namespace, options)
-                if stream is not None:
-                    return stream
-            return runtime.submit_chat(messages, namespace=self._namespace, **options)
-        return before.submit_unkept(said, preamble=instructions, **options)
+            messages = [*instructions, *said]
+            return ReplyRequest(messages=messages, options=options).submit(self._app_state, caller, asked)
+        return before.submit_unkept(said, preamble=instructions, turn=self._fork_turn(asked), **options)
 
     def count(self, asked: PromptRequest) -> int:
         """The tokens of a prompt."""
@@ -223,6 +218,19 @@ class Responses:
     def _before(self, asked: PromptRequest) -> Session | None:
         """The session that a request goes on from."""
         previous, conversation = asked.previous_response_id, asked.conversation
+        extension = asked.perdure if isinstance(asked, ResponseRequest) else None
+        if extension is not None and extension.place is not None:
+            name = "session" if extension.session is not None else "fork_from"
+            if name == "session" or previous is not None or conversation is not None:
+                raise ApiError(
+                    400,
+                    f"perdure.{name}: a response goes on from one of previous_response_id, conversation and "
+                    "perdure.fork_from",
+                    param=f"perdure.{name}",
+                    code="invalid_value",
+                )
+            assert extension.fork_from is not None
+            return self._sessions.get(extension.fork_from, self._namespace)
         if previous is not None and conversation is not None:
             raise ApiError(
                 400,
@@ -244,6 +252,10 @@ class Responses:
                 code="response_not_finished",
             )
         return found.session
+
+    def _fork_turn(self, asked: ResponseRequest) -> int | None:
+        """After which turn of the session before it a response begins; None: where that one stands."""
+        return asked.perdure.fork_turn if asked.perdure is not None else None
 
     def _checked(self, previous: str) -> str:
         try:

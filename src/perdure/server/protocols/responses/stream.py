@@ -313,7 +313,7 @@ class _OpenPart:
         self.logprobs: list[dict[str, Any]] = []
         # The number stands before any text that a model wrote.
         data = {"type": f"{name}.delta", "sequence_number": _NUMBER, **self.delta(_TEXT)}
-        self._name, whole = named_event(data)
+        self._name, whole, _ = named_event(data)
         self._before, _, rest = whole.partition(to_json(_NUMBER))
         self._between, _, self._after = rest.partition(to_json(_TEXT))
 

@@ -43,8 +43,10 @@ async def responses(socket: WebSocket) -> None:
     """Responses one after another. Those that are not stored can be continued here, and nowhere else."""
     await socket.accept()
     state = socket.state
-    caller = Caller(state.namespace, state.notes, account=getattr(state, "account", None))
-    connection = Connection(socket, socket.app.state.app_state, caller)
+    app_state: AppState = socket.app.state.app_state
+    headers = socket.headers if app_state.conversations else None
+    caller = Caller(state.namespace, state.notes, account=getattr(state, "account", None), headers=headers)
+    connection = Connection(socket, app_state, caller)
     with suppress(WebSocketDisconnect):
         await connection.serve()
 
@@ -167,15 +169,16 @@ class Connection:
 
     async def _respond(self, asked: ResponseRequest, generates: bool, size: int) -> None:
         """`size` is that of the message, in characters."""
-        visit = Visit()
+        # Each response is counted by itself: a connection may last for an hour.
+        caller = replace(self._caller, notes={}, visit=Visit())
         try:
-            app_state = await self._app_state.serving(asked.model or "", visit)
-            await self._respond_with(app_state, asked, generates, size)
+            app_state = await self._app_state.serving(asked.model or "", caller.visit)
+            await self._respond_with(app_state, caller, asked, generates, size)
         finally:
-            visit.close()
+            await caller.visit.finish()
 
     async def _respond_with(
-        self, app_state: AppState, asked: ResponseRequest, generates: bool, size: int
+        self, app_state: AppState, caller: Caller, asked: ResponseRequest, generates: bool, size: int
     ) -> None:
         responses = Responses(app_state, self._caller.namespace)
         items = input_items(asked)
@@ -196,13 +199,11 @@ class Connection:
             stored, head = response, response.head
         else:
             head = await app_state.call(responses.unstored_head, asked)
-            stream = await app_state.call(responses.submit_unstored, asked)
+            stream = await app_state.call(responses.submit_unstored, asked, caller)
         writer = (ResponseWriter if generates else WarmUpWriter)(head, notes=notes)
         if isinstance(stream, ApiError):
             await WebSocketSink(self._socket).close([*writer.start(), *writer.error(stream)])
             return
-        # Each response is counted by itself: a connection may last for an hour.
-        caller = replace(self._caller, notes={})
         follower = Follower(stream, app_state, caller, writer=writer)
         try:
             await deliver(follower, WebSocketSink(self._socket), self._left.wait(), app_state.limits)

@@ -472,7 +472,7 @@ class SqlStore:
 
     def _write_checksum(self, session: int) -> None:
         """After a change."""
-        [(*said, _)] = self._db.rows(f"{SESSION} WHERE s.number = ?", session)
+        [(*said, _, _)] = self._db.rows(f"{SESSION} WHERE s.number = ?", session)
         self._db.run("UPDATE session SET seal = ? WHERE number = ?", row_checksum(*said), session)
 
     def _add_turn(self, namespace: str, parent: int | None, turn: Turn) -> int:

@@ -73,7 +73,7 @@ MEMORY_COLUMNS = (
 )
 
 SESSION = (
-    f"SELECT {', '.join(f's.{column}' for column in SESSION_COLUMNS)}, t.depth, t.digest, s.seal"
+    f"SELECT {', '.join(f's.{column}' for column in SESSION_COLUMNS)}, t.depth, t.digest, s.seal, t.usage"
     " FROM session s LEFT JOIN turn t ON t.number = s.head"
 )
 TURN = (
@@ -121,7 +121,7 @@ def row_limit(limit: int | None) -> int:
 
 def read_session(row: Sequence[Value]) -> SessionInfo:
     """The session in a row of `SESSION`."""
-    *said, depth, digest, found = row
+    *said, depth, digest, found, usage = row
     number, namespace, name, kind, head, settings, origin, created, updated = said
     if row_checksum(*said, depth, digest) != found:
         raise CorruptStateError(f"the entry of session {name!r} is damaged, or the turn it names is gone")
@@ -138,7 +138,25 @@ def read_session(row: Sequence[Value]) -> SessionInfo:
         created=created,  # type: ignore[arg-type]
         updated=updated,  # type: ignore[arg-type]
         digest=digest,  # type: ignore[arg-type]
+        **_last_use(usage),
     )
+
+
+def _last_use(usage: Value) -> dict[str, Any]:
+    """What the last turn of a session says of its model and its length. The turn's own digest proves it where
+    the turn is read; a list shows it as it lies."""
+    try:
+        facts = json.loads(usage) if isinstance(usage, str) else {}
+    except ValueError:
+        return {}
+    if not isinstance(facts, dict):
+        return {}
+    counts = [facts.get(name) for name in ("prompt_tokens", "completion_tokens")]
+    model = facts.get("model")
+    return {
+        "model": model if isinstance(model, str) else "",
+        "tokens": sum(count for count in counts if is_whole(count)),
+    }
 
 
 def proved_session(row: Sequence[Any]) -> SessionInfo:

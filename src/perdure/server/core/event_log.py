@@ -1,0 +1,234 @@
+"""Event log: a stream that is made to its end, whoever reads it, and whose events stay for a while.
+
+    POST /v1/chat/completions {"stream": true, "perdure": {"resumable": true}}
+        id: 0
+        data: {"id": "chatcmpl-7f…", …}
+        id: 1                                    the connection breaks
+    GET /v1/chat/completions/chatcmpl-7f…?starting_after=1
+        id: 2
+        …
+
+A log is the sink of its follower. Readers come and go; event number n is the n-th of them. Responses that are
+made in the background are logs too (`protocols/responses/runs.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+from perdure.chat.message import Message
+from perdure.server.core.api_error import ApiError
+from perdure.server.core.app_state import AppState, Caller
+from perdure.server.core.follow import EventResponse, Follower, Sink, Stream
+from perdure.server.core.protocol import SSE, Event, Events, Writer
+from perdure.server.core.visit import Visit
+
+_LOG_BYTES = 16 << 20
+"""Of the events of one log; the first ones go when there are more."""
+_ALL_BYTES = 64 << 20
+_ALL_LOGS = 256
+"""Of all logs together that have ended; the oldest go first, of the namespace that has the most."""
+_SECONDS = 300.0
+"""That a log stays after its end."""
+
+
+class EventLog(Sink):
+    """A stream that is being made, with the events that it has so far.
+
+    Always holds: the model stays loaded until its end, and its key pays for it once, as for any other.
+    """
+
+    def __init__(
+        self,
+        stream: Stream[Any, Any],
+        writer: Writer[Any, Any],
+        app_state: AppState,
+        caller: Caller,
+        visit: Visit,
+        *,
+        timeout: float | None = None,
+        session: str | None = None,
+        messages: Sequence[Message] = (),
+    ) -> None:
+        """`visit` has the lease of its model, and ends with it. The rest is for its follower."""
+        super().__init__()
+        self.is_open = True
+        self.finished = False
+        self.nbytes = 0
+        self._events: deque[Event] = deque()
+        self._first = 0
+        """The number of the first event that is there."""
+        self._news = asyncio.Event()
+        """Set when there are more events, or the end; each is set once."""
+        self._visit = visit
+        self._writer = writer
+        self._account = caller.account
+        self.withdrawn = False
+        """Whether its key was withdrawn, or has expired, while it was made."""
+        # Its request is answered and logged by now, or by another reader.
+        caller = replace(caller, notes={})
+        self.follower: Follower[Any, Any] = Follower(
+            stream,
+            app_state,
+            caller,
+            writer=writer,
+            timeout=timeout,
+            session=session,
+            messages=messages,
+        )
+        self.task = asyncio.ensure_future(self._make())
+
+    @property
+    def count(self) -> int:
+        """How many events it had so far."""
+        return self._first + len(self._events)
+
+    def has(self, after: int) -> bool:
+        """Whether all events behind number `after` are there, or will be."""
+        return self._first <= after + 1 <= self.count or (after < 0 and not self._first)
+
+    async def read(self, after: int, sink: Sink) -> None:
+        """Send its events behind number `after`, as they come."""
+        at = after + 1
+        while True:
+            if at < self._first:
+                # It was read more slowly than it is made, by more than is kept of it.
+                if not sink.is_open:
+                    raise gone()
+                await sink.close(self._writer.error(gone()))
+                return
+            ended, events = self.finished, list(islice(self._events, at - self._first, None))
+            numbered = [self.number(event, number) for number, event in enumerate(events, at)]
+            at += len(events)
+            if ended:
+                await sink.close(numbered)
+                return
+            if events:
+                await sink.send(numbered)
+            else:
+                await self._news.wait()
+
+    def number(self, event: Event, number: int) -> Event:
+        """An event as it is sent to a reader."""
+        return event._replace(id=b"%d" % number)
+
+    def write(self, events: Events) -> bool:
+        if self._account is not None and not self._account.is_good:
+            self.withdrawn = True
+            self.follower.cancel()
+        self._events += events
+        self.nbytes += sum(map(_size, events))
+        while self.nbytes > _LOG_BYTES and len(self._events) > 1:
+            self.nbytes -= _size(self._events.popleft())
+            self._first += 1
+        self.notify()
+        return True
+
+    async def close(self, events: Events, error: ApiError | None = None) -> None:
+        await self.send(events)
+
+    async def _send(self, events: Events) -> None:
+        self.write(events)
+
+    def notify(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def wait_news(self) -> None:
+        await self._news.wait()
+
+    async def _make(self) -> None:
+        """Make the reply to its end, whoever reads it."""
+        try:
+            await self.follower.write_to(self)
+        finally:
+            self.follower.close()
+            self.finished = True
+            self.notify()
+            await self._visit.finish()
+
+
+class LogReader:
+    """A client that reads a log, from behind event number `after`."""
+
+    def __init__(self, log: EventLog, after: int) -> None:
+        self._log = log
+        self._after = after
+
+    async def write_to(self, sink: Sink) -> None:
+        await self._log.read(self._after, sink)
+
+    def keep_alive(self) -> Events:
+        return self._log.follower.progress()
+
+    def close(self) -> None:
+        pass
+
+
+def followed(log: EventLog, after: int, app_state: AppState) -> EventResponse:
+    return EventResponse(LogReader(log, after), SSE, app_state.limits)
+
+
+class EventLogs:
+    """The logs of a server, by namespace and id. Those that have ended go after a while, or to make room."""
+
+    def __init__(self) -> None:
+        self._logs: dict[tuple[str, str], EventLog] = {}
+
+    def add(self, namespace: str, name: str, log: EventLog) -> None:
+        key = (namespace, name)
+        self._logs[key] = log
+        log.task.add_done_callback(lambda _: self._ended(key))
+
+    def get(self, namespace: str, name: str, after: int) -> EventLog:
+        """The log of that name, if it has all that follows event number `after`."""
+        log = self._logs.get((namespace, name))
+        if log is None:
+            raise ApiError(
+                404,
+                f"there is no stream {name[:100]!r} to go on with: it was not asked for with "
+                f"perdure.resumable, or ended more than {_SECONDS:g} seconds ago",
+                kind="not_found_error",
+                code="stream_not_found",
+            )
+        if not log.has(after):
+            raise gone() if after + 1 < log.count else _not_yet(after, log.count)
+        return log
+
+    def _ended(self, key: tuple[str, str]) -> None:
+        asyncio.get_running_loop().call_later(_SECONDS, self._logs.pop, key, None)
+        while True:
+            ended = {each: log for each, log in self._logs.items() if log.finished}
+            if len(ended) <= _ALL_LOGS and sum(log.nbytes for log in ended.values()) <= _ALL_BYTES:
+                return
+            taken: dict[str, int] = {}
+            for (namespace, _), log in ended.items():
+                taken[namespace] = taken.get(namespace, 0) + log.nbytes + _ALL_BYTES // _ALL_LOGS
+            most = max(taken, key=lambda each: taken[each])
+            del self._logs[next(each for each in ended if each[0] == most)]
+
+
+def gone() -> ApiError:
+    return ApiError(
+        409,
+        f"the events behind that one are not there any more: {_LOG_BYTES >> 20} MiB of a stream are kept",
+        code="stream_not_resumable",
+    )
+
+
+def _not_yet(after: int, count: int) -> ApiError:
+    return ApiError(
+        400,
+        f"starting_after: {after} was not sent yet, the stream has {count} events",
+        param="starting_after",
+        code="invalid_value",
+    )
+
+
+def _size(event: Event) -> int:
+    return len(event.data) + len(event.name) + 100

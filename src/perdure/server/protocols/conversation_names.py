@@ -1,0 +1,179 @@
+"""Conversation names: how clients name their conversations, in headers and in fields of a request.
+
+    x-claude-code-session-id: 11-22                  claude-code:11-22
+    x-claude-code-agent-id: sub-1                    claude-code:11-22:sub-1, started from claude-code:11-22
+    {"prompt_cache_key": "7f3a"}                     cache-key:7f3a
+    {"nvext": {"session_control": {"session_id": "s1", "action": "open", "timeout": 600}}}
+                                                     dynamo:s1, whose state is kept for ten minutes
+    {"session_params": {"id": "s2"}}                 sglang:s2
+
+What names nothing (no id, or one with other characters) is left out: the request is answered without a
+session.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+from pydantic import Field
+
+from perdure.server.core.schemas import RequestSchema
+from perdure.sessions.agent_conversation import AgentConversation
+
+_ID = re.compile(r"[A-Za-z0-9._:-]{1,100}")
+_LONGEST = 24 * 3600.0
+"""Seconds that a client can have state kept for."""
+
+
+class _Named(NamedTuple):
+    """The headers in which a client names a conversation, an agent within it, and the one that started it."""
+
+    client: str
+    session: str
+    agent: str = ""
+    parent: str = ""
+
+
+DYNAMO = _Named("dynamo", "x-dynamo-session-id", parent="x-dynamo-parent-session-id")
+"""Before all others: whoever sends it does so to name a conversation and for nothing else."""
+_CLIENTS = (
+    _Named(
+        "claude-code",
+        "x-claude-code-session-id",
+        "x-claude-code-agent-id",
+        "x-claude-code-parent-agent-id",
+    ),
+    _Named("opencode", "x-session-affinity", parent="x-parent-session-id"),
+    _Named("opencode", "x-session-id", parent="x-parent-session-id"),
+    _Named("codex", "thread-id"),
+    _Named("codex", "session-id"),
+    _Named("open-webui", "x-openwebui-chat-id"),
+)
+
+
+class SessionControl(RequestSchema):
+    """Dynamo's hints about the state of a conversation."""
+
+    has_more = True
+
+    session_id: str | None = None
+    action: Literal["open", "close"] | None = None
+    timeout: float | None = Field(None, ge=0)
+    """Seconds that its state is kept for after this request."""
+    parent_session_id: str | None = None
+
+
+class AgentContext(RequestSchema):
+    """Dynamo's name of an agent's conversation."""
+
+    has_more = True
+
+    session_id: str | None = None
+    parent_session_id: str | None = None
+    session_final: bool | None = None
+    """Whether this is its last request."""
+
+
+class DynamoExtension(RequestSchema):
+    has_more = True
+
+    session_control: SessionControl | None = None
+    agent_context: AgentContext | None = None
+
+
+class SessionParams(RequestSchema):
+    """SGLang's: the session that a request belongs to."""
+
+    has_more = True
+
+    id: str | None = None
+    parent_id: str | None = None
+    keep: bool | float | None = None
+    """Whether, or for how many seconds, its state is kept; false closes it behind this request."""
+
+
+class NamingFields(RequestSchema):
+    """The fields in which clients name the conversation of a request, in every protocol."""
+
+    nvext: DynamoExtension | None = None
+    session_params: SessionParams | None = None
+
+
+def is_id(given: object) -> bool:
+    """Whether it can name a conversation."""
+    return isinstance(given, str) and _ID.fullmatch(given) is not None
+
+
+def conversation_of(
+    headers: Mapping[str, str], agent: str, asked: RequestSchema | None = None
+) -> AgentConversation | None:
+    """The conversation that a request belongs to, by its headers and its fields; None where it names none."""
+    found = _by_headers(headers, agent, (DYNAMO,))
+    if found is None and isinstance(asked, NamingFields):
+        found = _by_fields(asked, agent)
+    found = found or _by_headers(headers, agent, _CLIENTS)
+    if found is None and is_id(key := getattr(asked, "prompt_cache_key", None)):
+        found = AgentConversation(name=f"cache-key:{key}", agent=agent)
+    if found is not None and headers.get("x-dynamo-session-final", "").lower() in ("true", "1"):
+        found = found.closed()
+    return found
+
+
+def _by_headers(
+    headers: Mapping[str, str], agent: str, clients: tuple[_Named, ...]
+) -> AgentConversation | None:
+    for client in clients:
+        name = headers.get(client.session, "")
+        if not is_id(name):
+            continue
+        whole = f"{client.client}:{name}"
+        within, above = headers.get(client.agent, ""), headers.get(client.parent, "")
+        inside = is_id(within)
+        if client.agent:
+            parent = f"{whole}:{above}" if is_id(above) else whole if inside else ""
+        else:
+            parent = f"{client.client}:{above}" if is_id(above) else ""
+        return AgentConversation(
+            name=f"{whole}:{within}" if inside else whole, parent=parent, agent=agent or client.client
+        )
+    return None
+
+
+def _by_fields(asked: NamingFields, agent: str) -> AgentConversation | None:
+    dynamo, sglang = asked.nvext, asked.session_params
+    control = dynamo.session_control if dynamo is not None else None
+    context = dynamo.agent_context if dynamo is not None else None
+    for given in (control, context):
+        if given is not None and is_id(given.session_id):
+            parent = next(
+                (
+                    each.parent_session_id
+                    for each in (control, context)
+                    if each is not None and is_id(each.parent_session_id)
+                ),
+                None,
+            )
+            return AgentConversation(
+                name=f"dynamo:{given.session_id}",
+                parent=f"dynamo:{parent}" if parent else "",
+                agent=agent,
+                keep_seconds=_seconds(control.timeout if control is not None else None),
+                closes=(control is not None and control.action == "close")
+                or (context is not None and context.session_final is True),
+            )
+    if sglang is not None and is_id(sglang.id):
+        keep: Any = sglang.keep
+        return AgentConversation(
+            name=f"sglang:{sglang.id}",
+            parent=f"sglang:{sglang.parent_id}" if is_id(sglang.parent_id) else "",
+            agent=agent,
+            keep_seconds=_seconds(_LONGEST if keep is True else keep or None),
+            closes=keep is False,
+        )
+    return None
+
+
+def _seconds(given: float | None) -> float | None:
+    return min(given, _LONGEST) if given else None

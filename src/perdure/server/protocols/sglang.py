@@ -1,0 +1,67 @@
+"""SGLang's routes for sessions: `/open_session`, `/close_session`.
+
+POST /open_session   {"session_id": "s2"}                "s2"
+...                  {"messages": […], "session_params": {"id": "s2"}}
+POST /close_session  {"session_id": "s2"}                its state leaves the slots, its turns stay
+"""
+
+from __future__ import annotations
+
+import uuid
+
+from fastapi import APIRouter
+from pydantic import Field
+from starlette.responses import JSONResponse, Response
+
+from perdure.server.core.api_error import ApiError
+from perdure.server.core.app_state import AppStateDep, CallerDep, ServedDep
+from perdure.server.core.body_route import BodyRoute
+from perdure.server.core.schemas import RequestSchema, errors, refuse_fields
+from perdure.server.protocols.conversation_names import is_id
+from perdure.server.protocols.reply_request import let_go
+from perdure.sessions.agent_conversation import AgentConversation
+
+router = APIRouter(tags=["SGLang"], route_class=BodyRoute)
+
+
+class OpenSessionRequest(RequestSchema):
+    session_id: str | None = None
+    """Its name; a new one, if left out."""
+    capacity_of_str_len: int | None = Field(None, ge=0)
+    """Taken: a session has the context of its model."""
+    streaming: bool | None = None
+    """Taken."""
+    timeout: float | None = Field(None, ge=0)
+    """Taken: `session_params.keep` of a request says how long its state is kept."""
+
+
+class CloseSessionRequest(RequestSchema):
+    session_id: str
+
+
+@router.post("/open_session", responses=errors(), response_model=str)
+async def open_session(asked: OpenSessionRequest, app_state: AppStateDep, caller: CallerDep) -> Response:
+    """The name of a session. It is made with the first request that names it by `session_params.id`."""
+    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
+    name = uuid.uuid4().hex if asked.session_id is None else asked.session_id
+    return JSONResponse(_checked(name))
+
+
+@router.post("/close_session", responses=errors(404), response_model=None)
+async def close_session(asked: CloseSessionRequest, app_state: ServedDep, caller: CallerDep) -> Response:
+    """Have the state of a session leave the slots. Its turns, and what is on the disk, stay."""
+    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
+    conversation = AgentConversation(name=f"sglang:{_checked(asked.session_id)}")
+    await app_state.work(let_go, app_state.runtime, conversation, caller.namespace)
+    return Response(status_code=200)
+
+
+def _checked(name: str) -> str:
+    if not is_id(name):
+        raise ApiError(
+            400,
+            f"session_id: {name[:100]!r} is no name: up to 100 letters, digits and . _ : -",
+            param="session_id",
+            code="invalid_value",
+        )
+    return name
