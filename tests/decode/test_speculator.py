@@ -46,12 +46,17 @@ class Sometimes:
 class World:
     """Replies on a machine where a token more makes a step longer by `slope` of a step."""
 
-    def __init__(self, speculator: Speculator, slope: float, first: float = 0.0) -> None:
-        """The first step of each size but 1 takes so many steps more."""
+    def __init__(
+        self, speculator: Speculator, slope: float, *, first: float = 0.0, change: float = 0.0
+    ) -> None:
+        """The first two steps of each size but 1 take `first` steps more, and each of another size than the
+        one before `change`."""
         self._speculator = speculator
+        self._change = change
+        self._last = 1
         self._slope = slope
         self._first = first
-        self._sizes = {1}
+        self._sizes = {1: 2}
         model = ToyModel()
         with model.context(n_ctx=4096, n_seq=1) as context:
             self._make: Callable[[], SequenceGroup] = lambda: make_group(
@@ -78,8 +83,10 @@ class World:
             ]
             self._speculator.add_drafts(step, BUDGET)
             size = sum(1 + len(chunk.draft) for chunk in step)
-            took = self._cost(size) + 0.01 * self._first * (size not in self._sizes)
-            self._sizes.add(size)
+            self._sizes[size] = self._sizes.get(size, 0) + 1
+            more = self._first * (self._sizes[size] <= 2) + self._change * (size != self._last)
+            self._last = size
+            took = self._cost(size) + 0.01 * more
             seconds += took
             for chunk in step:
                 right = 0
@@ -113,10 +120,19 @@ def test_right_guesses_make_a_stream_faster(slope: float, gain: float) -> None:
 
 
 def test_a_machine_that_prepares_each_size_of_step_still_guesses() -> None:
-    """As a GPU does: the first step of a size takes 30 times as long as the next."""
-    world = World(Speculator([Sometimes(lambda _: 0.97)], n_ctx=4096, clock=lambda: 0.0), 0.02, first=30.0)
+    """As an H200 does: the first steps of a size take many times as long as the next, and a step of another
+    size than the last takes a step more."""
+    speculator = Speculator([Sometimes(lambda _: 0.97)], n_ctx=4096, prepares=True, clock=lambda: 0.0)
+    world = World(speculator, 0.1, first=5.0, change=1.0)
     world.write(400)
-    assert world.write(400)[0][1] > 4.0
+    assert world.write(400)[0][1] > 2.0
+
+
+def test_where_changes_of_size_are_dear_wrong_guesses_cost_little() -> None:
+    speculator = Speculator([Sometimes(lambda _: 0.0)], n_ctx=4096, prepares=True, clock=lambda: 0.0)
+    world = World(speculator, 0.1, first=5.0, change=1.0)
+    world.write(400)
+    assert world.write(400)[0][1] >= 0.98
 
 
 @pytest.mark.parametrize("slope", [0.02, 0.1, 0.5])
@@ -163,16 +179,22 @@ def test_a_full_step_gets_no_guesses() -> None:
 
 def test_costs_are_estimated_between_what_was_measured() -> None:
     costs = StepCosts()
-    # The first of a size says what preparing it takes.
+    # The first of a size says what preparing it takes, and of the next three the fastest counts.
     costs.observe(1, 50.0)
     assert costs.known(1) is None
-    costs.observe(1, 1.0)
+    for seconds in 3.0, 1.0, 2.0:
+        costs.observe(1, seconds)
     assert costs.known(1) == 1.0
     assert costs.seconds(3) == pytest.approx(1.2)
     assert costs.believed(3, 50.0) == pytest.approx(2.4)
     costs.observe(5, 80.0)
     costs.observe(5, 3.0)
     assert costs.seconds(3) == pytest.approx(2.0)
+    # What a step takes longer that has another size than the one before is known apart.
+    costs.observe(1, 2.0)
+    assert costs.known(1) == 1.0
+    assert costs.change(1) == 0.0
+    assert costs.change(5) == pytest.approx(0.2 / 8)
     # A step that was held up counts for little.
     costs.observe(1, 100.0)
     assert costs.seconds(1) == pytest.approx(1.2)

@@ -103,7 +103,11 @@ class EngineLoop:
             tokens=context.n_batch, rows=rows, chunk=self._pacer.chunk, alone=self._pacer.alone
         )
         self._slots = slots or FreshSlots(context)
-        self._speculator = None if exact or not drafters else Speculator(drafters, n_ctx=context.n_ctx)
+        self._speculator = (
+            Speculator(drafters, n_ctx=context.n_ctx, prepares=context.capabilities.asynchronous)
+            if drafters and not exact
+            else None
+        )
         # Asked for at every token.
         self._piece = functools.cache(model.piece)
         self._events = StepEvents(events or EventHub(), context, self._piece)

@@ -42,6 +42,12 @@ _SLOWER, _FASTER = 0.2, 0.5
 """How much of what a step took longer, or shorter, than known is believed."""
 _UNCHECKED = 2
 """Steps with guesses that brought little, after which one goes without: what they save is measured by it."""
+_TRIES = 4
+"""Steps of each size that a GPU is given to prepare, and to show what such a step takes from then on."""
+_TRIED = (1, 3, 7, 15, 31)
+"""Guesses of those steps."""
+_STAY = 8
+"""Steps of one size that are expected to follow each other."""
 _UNKNOWN = 0.1
 """What twice as many tokens are taken to cost more, as a part of a step, before that was measured."""
 _MEMORY = 0.9
@@ -49,27 +55,43 @@ _MEMORY = 0.9
 
 
 class StepCosts:
-    """How long steps of so many tokens take, as measured.
+    """How long steps of so many tokens take, as measured, and a step of another size than the last one more.
 
-    The first step of a size is not: a GPU prepares what it needs for that size then, and takes many times as
-    long as it will from then on.
+    The first step of a size says nothing: a GPU prepares what it needs for that size then, and takes many
+    times as long as it will from then on. Of the next ones the fastest counts.
     """
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
-        self._met: set[int] = set()
+        self._counts: dict[int, int] = {}
+        self._last = 0
+        self._change = 0.0
 
     def observe(self, tokens: int, seconds: float) -> None:
-        if tokens not in self._met:
-            self._met.add(tokens)
-            return
+        changed, self._last = tokens != self._last, tokens
+        count = self._counts[tokens] = self._counts.get(tokens, 0) + 1
         before = self._seconds.get(tokens)
+        if count == 1:
+            return
         if before is None:
             self._seconds[tokens] = seconds
+        elif count <= _TRIES:
+            self._seconds[tokens] = min(before, seconds)
+        elif changed and seconds > before:
+            self._change += _SLOWER * (min(seconds - before, 2 * before) - self._change)
         else:
             # A step can be held up by something else, and then says little; none is faster than it can be.
             share = _SLOWER if seconds > before else _FASTER
             self._seconds[tokens] = before + share * (min(seconds, 2 * before) - before)
+
+    def change(self, tokens: int) -> float:
+        """What a step of so many tokens takes longer than others of its size, if it comes next: its part of
+        that, since steps mostly stay at a size for a while."""
+        return self._change / _STAY if tokens != self._last else 0.0
+
+    def tries(self, tokens: int) -> int:
+        """How many steps of so many tokens there were."""
+        return self._counts.get(tokens, 0)
 
     def believed(self, tokens: int, seconds: float) -> float:
         """What is believed of a step that took so long: at most twice what such a step is known to take. The
@@ -126,14 +148,28 @@ class Speculator:
     """Adds drafts to steps, in the engine thread."""
 
     def __init__(
-        self, drafters: Sequence[Drafter], *, n_ctx: int, clock: Callable[[], float] = time.monotonic
+        self,
+        drafters: Sequence[Drafter],
+        *,
+        n_ctx: int,
+        prepares: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """The drafters are asked in their order, until one has a good guess."""
+        """The drafters are asked in their order, until one has a good guess.
+
+        An engine that `prepares` each size of a step is given some steps of each, at nobody's cost, before
+        it is judged: as a GPU, for which a few large steps are a matter of milliseconds.
+        """
         self._clock = clock
         self._drafters = list(drafters)
         self._n_ctx = n_ctx
         self._streams: WeakKeyDictionary[TokenSequence, _Stream] = WeakKeyDictionary()
         self._costs = StepCosts()
+        self._prepares = prepares
+        self._trying = False
+        """Whether the step in flight is such a one."""
+        self._guessed = False
+        """Whether the step before had guesses."""
         self._sources: dict[Chunk, str] = {}
         """Of the drafts in the step in flight."""
         self._asking = 0.0
@@ -145,6 +181,7 @@ class Speculator:
         """Put guesses behind the last tokens of replies, where they are asked for or pay off."""
         self._sources = {}
         self._asking = 0.0
+        self._trying = False
         if len(step) >= FULL:
             return
         fixed: list[Chunk] = []
@@ -175,13 +212,15 @@ class Speculator:
     def _adapt(self, chunks: Sequence[Chunk], known: int, room: int) -> None:
         """Guess as far as a step gives more tokens a second by it, and as everybody in it can afford."""
         plain = self._costs.known(known)
-        if self._unpaid >= _UNCHECKED:
+        if plain is None or self._unpaid >= _UNCHECKED:
+            return
+        streams = [self._stream(chunk.sequence, plain) for chunk in chunks]
+        if self._try_out(chunks, known, room):
             return
         # What a step costs that is larger than any before is found out by and by.
         room = min(room, 2 * self._costs.largest - known)
-        if plain is None or room <= 0:
+        if room <= 0:
             return
-        streams = [self._stream(chunk.sequence, plain) for chunk in chunks]
         credit = min(stream.credit for stream in streams)
         if self._costs.seconds(known + 1) - plain > credit:
             return
@@ -198,20 +237,39 @@ class Speculator:
                 chances.append((-chance, at, chunk))
         # The likeliest first: of one stream they fall from guess to guess.
         chances.sort(key=lambda entry: entry[:2])
-        tokens, best, count = float(len(chunks)), len(chunks) / plain * _WORTH, 0
+        tokens, count = float(len(chunks)), 0
+        best = tokens / (plain + self._costs.change(known)) * _WORTH
         for at, (minus, _, _) in enumerate(chances[:room], 1):
             tokens -= minus
             seconds = self._costs.seconds(known + at)
             if seconds - plain > credit:
                 break
-            if at in _LENGTHS and tokens / seconds > best:
-                best, count = tokens / seconds, at
+            rate = tokens / (seconds + self._costs.change(known + at))
+            if at in _LENGTHS and rate > best:
+                best, count = rate, at
         lengths: dict[Chunk, int] = {}
         for _, _, chunk in chances[:count]:
             lengths[chunk] = lengths.get(chunk, 0) + 1
         for chunk, length in lengths.items():
             chunk.draft = drafts[chunk].tokens[:length]
             self._sources[chunk] = drafts[chunk].source
+
+    def _try_out(self, chunks: Sequence[Chunk], known: int, room: int) -> bool:
+        """Whether this step is one of a size that the engine has still to prepare."""
+        if not self._prepares or len(chunks) != 1:
+            return False
+        [chunk] = chunks
+        for count in _TRIED:
+            if count > room or self._costs.tries(known + count) >= _TRIES:
+                continue
+            draft = self._ask(chunk, count)
+            if draft is None or len(draft.tokens) < count:
+                return False
+            chunk.draft = draft.tokens
+            self._sources[chunk] = draft.source
+            self._trying = True
+            return True
+        return False
 
     def observe(self, step: Step, seconds: float) -> None:
         """Learn from a step that was computed and drawn from in so many seconds."""
@@ -235,16 +293,18 @@ class Speculator:
         if plain is not None:
             took = self._costs.believed(known + guesses, seconds)
             for chunk in step:
-                # A guess that was not used has cost its time too.
-                saved = plain * (1 + chunk.agreed) - took if guesses else -self._asking
+                # A guess that was not used has cost its time too, and going back to steps without may.
+                told = guesses > 0 or self._guessed
+                saved = plain * (1 + chunk.agreed) - took if told else -self._asking
                 chunk.sequence.saved += saved
                 stream = self._streams.get(chunk.sequence)
                 if stream is None:
                     continue
-                earned = _SHARE * took + saved
+                earned = 0.0 if self._trying else _SHARE * took + saved
                 stream.credit = min(stream.credit + earned, _MOST * plain)
                 if (source := self._sources.get(chunk)) is not None:
                     stream.outcome(source, len(chunk.draft), chunk.agreed)
+        self._guessed = guesses > 0
         self._costs.observe(known + guesses, seconds if guesses else seconds - self._asking)
 
     def forget(self, sequence: TokenSequence) -> None:
