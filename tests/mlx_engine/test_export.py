@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,8 @@ def folder(gguf: Path, tmp_path: Path) -> Path:
     return write(gguf, tmp_path / "folder", "float32")
 
 
-def row(path: Path, lora: Path | None = None, **settings: Any) -> Row:
-    with closing(open_model(path, {}, cells=0)) as model, model.context(n_ctx=32, **settings) as ctx:
+def row(path: Path, lora: Path | None = None, settings: Mapping[str, Any] | None = None) -> Row:
+    with closing(open_model(path, {}, cells=0)) as model, model.context(n_ctx=32, **(settings or {})) as ctx:
         if lora is not None:
             ctx.adapt({model.adapter(str(lora)): 1.0})
         ctx.decode(TOKENS)
@@ -53,8 +53,8 @@ def test_an_adapter_adds_the_same_on_both_engines(gguf: Path, folder: Path, tmp_
     assert ended.exit_code == 0, ended.output
     plain, changed = row(folder), row(folder, adapter)
     assert divergence(plain, changed) > 100 * CLOSE
-    assert divergence(row(gguf, **FINE), plain) < CLOSE
-    assert divergence(row(gguf, written, **FINE), changed) < CLOSE
+    assert divergence(row(gguf, settings=FINE), plain) < CLOSE
+    assert divergence(row(gguf, written, FINE), changed) < CLOSE
 
 
 def test_a_fused_model_computes_what_the_two_did(gguf: Path, folder: Path, tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_fused_model_computes_what_the_two_did(gguf: Path, folder: Path, tmp_p
     fused = tmp_path / "fused.gguf"
     words = ["fuse", str(gguf), str(tmp_path / "lora.gguf"), str(fused)]
     assert CliRunner().invoke(app, words).exit_code == 0
-    assert divergence(row(fused, **FINE), row(folder, adapter)) < CLOSE
+    assert divergence(row(fused, settings=FINE), row(folder, adapter)) < CLOSE
 
 
 def test_a_trained_model_is_written_as_the_file_it_came_from(
@@ -83,8 +83,8 @@ def test_a_trained_model_is_written_as_the_file_it_came_from(
     written = tmp_path / "trained.gguf"
     ended = CliRunner().invoke(app, ["convert", str(folder), str(written), "--base", str(gguf)])
     assert ended.exit_code == 0, ended.output
-    assert divergence(row(gguf, **FINE), row(folder)) > 100 * CLOSE
-    assert divergence(row(written, **FINE), row(folder)) < CLOSE
+    assert divergence(row(gguf, settings=FINE), row(folder)) > 100 * CLOSE
+    assert divergence(row(written, settings=FINE), row(folder)) < CLOSE
     with Model(written) as model, Model(gguf) as base:
         assert model.tokenize("the text, 日本") == base.tokenize("the text, 日本")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -14,7 +15,7 @@ from perdure import ModelNotFoundError, models
 from perdure.cli.app import app
 from perdure.engine import registry
 from perdure.engine.mlx.engine import ENGINE
-from perdure.models import hub, local_models
+from perdure.models import download, hub, local_models
 from perdure.models.hub import folder_files
 from serving import Site, put_repo, site
 
@@ -67,7 +68,7 @@ def test_what_was_not_fetched_whole_is_no_folder(
 ) -> None:
     """The config comes last: until it is there, the name is nobody's."""
     fetched: list[str] = []
-    publish = hub.publish
+    publish = download.publish
 
     def stop(part: Path, target: Path) -> None:
         if target.name == "config.json":
@@ -106,7 +107,8 @@ def test_fit_says_what_a_folder_takes(llama: Path) -> None:
     assert shown.exit_code == 0, shown.output
     (said,) = json.loads(shown.output)
     assert said["verdict"] == "fits"
-    with perdure.open(str(llama), **{**found.options, "n_ctx": 64}) as rt:
+    options: dict[str, Any] = {**found.options, "n_ctx": 64}
+    with perdure.open(str(llama), **options) as rt:
         assert rt.generate("Hi", max_tokens=2, temperature=0, ignore_eos=True).tokens
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -74,7 +75,7 @@ def test_a_model_comes_closer_to_its_teacher(llama: Path, own: Path, tmp_path: P
     import mlx.core as mx
 
     data = write_chats(tmp_path / "chats.jsonl", 40)
-    weights = mx.load(str(own / "model.safetensors"))
+    weights: dict[str, Any] = mx.load(str(own / "model.safetensors"))  # type: ignore[assignment]
     for name in list(weights):
         if "down_proj" in name:
             weights[name] = weights[name] * 1.5

@@ -63,9 +63,9 @@ def llama(request: pytest.FixtureRequest, open_model: Callable[[str], Model]) ->
 @pytest.fixture
 def lora(llama: Model, zoo_path: ZooPath, tmp_path: Path) -> Path:
     """An adapter for it."""
-    if isinstance(llama, Model):
-        return zoo_path("llama-lora")
-    return folders.write_adapter(zoo_path("mlx-llama"), tmp_path / "lora")
+    if llama.info.file_format == "mlx":
+        return folders.write_adapter(zoo_path("mlx-llama"), tmp_path / "lora")
+    return zoo_path("llama-lora")
 
 
 @pytest.fixture

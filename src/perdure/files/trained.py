@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
@@ -60,7 +60,7 @@ def convert_trained(
             file = opened.enter_context(TensorFile(path))
             found.update({name: (file, tensor) for name, tensor in file.tensors.items()})
         planned = [_replaced(tensor, found, model) for tensor in model.tensors.values()]
-        about = {
+        about: dict[str, str | int | float | Sequence[str]] = {
             "perdure.version": version("perdure"),
             "general.name": place.resolve().name,
             "general.file_type": 1,
