@@ -352,7 +352,7 @@ def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
 router = APIRouter(tags=["Anthropic"], route_class=BodyRoute)
 
 
-@router.post("/v1/messages", responses=streamed(404, 529), response_model=MessagesAnswer)
+@router.post("/v1/messages", responses=streamed(404, 409, 507, 529), response_model=MessagesAnswer)
 async def messages(
     asked: MessagesRequest, request: Request, app_state: AppStateDep, caller: CallerDep
 ) -> MessagesAnswer | Response:

@@ -198,7 +198,7 @@ def _lines(*statuses: int) -> dict[int | str, dict[str, Any]]:
     }
 
 
-@router.post("/api/chat", responses=_lines(), response_model=dict[str, Any])
+@router.post("/api/chat", responses=_lines(409, 507), response_model=dict[str, Any])
 async def chat(
     asked: OllamaChatRequest, request: Request, app_state: AppStateDep, caller: CallerDep
 ) -> dict[str, Any] | Response:
@@ -218,7 +218,7 @@ async def chat(
     return await _answered(job, writer, asked, request, app_state, caller)
 
 
-@router.post("/api/generate", responses=_lines(), response_model=dict[str, Any])
+@router.post("/api/generate", responses=_lines(409, 507), response_model=dict[str, Any])
 async def generate(
     asked: GenerateRequest, request: Request, app_state: AppStateDep, caller: CallerDep
 ) -> dict[str, Any] | Response:
