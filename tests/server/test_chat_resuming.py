@@ -115,9 +115,17 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         status = [client.get(f"{PATH}/{name}").status_code for name in names]
         assert status == [404, 404, 404, 200, 200], "the oldest of whoever has the most goes"
         assert other.get(f"{PATH}/{first}").status_code == 200
-        monkeypatch.setattr(event_log, "_LOG_BYTES", 4000)
-        response = client.post(PATH, json=RESUMABLE)
-        name = response.text.partition('"id":"')[2].partition('"')[0]
+
+
+def test_events_that_are_not_kept_any_more_are_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Turnstile()
+    with held(gate) as server, server.client() as client:
+        heard = broken(server, client, gate)
+        name = json.loads(heard[0][1])["id"]
+        monkeypatch.setattr(event_log, "_LOG_BYTES", 500)
+        gate.open()
+        # To its end, or until it is as far behind.
+        client.get(f"{PATH}/{name}", params={"starting_after": heard[-1][0]})
         cut = client.get(f"{PATH}/{name}")
         assert (cut.status_code, cut.json()["error"]["code"]) == (409, "stream_not_resumable")
 

@@ -513,8 +513,8 @@ def test_a_session_that_is_believed_unproved_is_found(
     proved = schema_module.read_session
 
     def believing(row: Any) -> SessionInfo:
-        *said, depth, digest, _ = row
-        return proved((*said, depth, digest, row_checksum(*said, depth, digest)))
+        *said, depth, digest, _, usage = row
+        return proved((*said, depth, digest, row_checksum(*said, depth, digest), usage))
 
     monkeypatch.setattr(schema_module, "read_session", believing)
     folder = damaged(closed, changed("UPDATE session SET head = 5 WHERE number = 1"))
