@@ -53,13 +53,10 @@ def ray_serve(postgres: PostgresServer, folder: Path, **replicas: Any) -> Iterat
     os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S", "60")
     port = free_port()
     paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
-    ray.init(
-        num_cpus=16,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        runtime_env={"env_vars": {"PYTHONPATH": paths}},
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        # A runtime_env would start Ray's processes twice.
+        patch.setenv("PYTHONPATH", paths)
+        ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         config = ClusterConfig.from_dict(
