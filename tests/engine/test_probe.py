@@ -242,6 +242,8 @@ def test_code_that_the_driver_translates_is_told_of_and_given_time(
     empty_library(folder / "libggml-cuda.so")
     monkeypatch.setenv("PERDURE_LLAMA", str(folder))
     source = LibrarySource(kind="own", folder=folder, version="")
+    # Whatever card there really is.
+    monkeypatch.setattr(probe, "is_translated", lambda name: False)
     assert probe.step_seconds(source, probe.translates(source)) == 120
     monkeypatch.setattr(probe, "is_translated", lambda name: name == packaged)
     assert probe.step_seconds(source, probe.translates(source)) == 1800
