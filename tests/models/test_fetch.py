@@ -107,7 +107,8 @@ def test_a_fetch_that_was_stopped_goes_on_next_time(
     with child(tmp_path) as stopped:
         assert stopped.stdout is not None
         for line in stopped.stdout:
-            if line[0].isdigit() and int(line.split()[0]) >= len(WHEEL) // 2:
+            # It is told in bytes of the model.
+            if line[0].isdigit() and int(line.split()[0]) >= len(MODEL) // 2 - 1:
                 break
         stopped.send_signal(ending)
         assert stopped.wait(30) != 0
