@@ -28,7 +28,7 @@ _LOOKS = ("/v1/machine", "/v1/cache", "/v1/requests")
 
 
 def reading(run: Run) -> Iterator[Figure]:
-    tokens, looks, shorts = run.pick((30_000, 30, 5), (12_000, 6, 1))
+    tokens, looks, shorts = run.pick((30_000, 30, 5), (24_000, 6, 1))
     with ExitStack() as held:
         complaints: Any = held.enter_context(tempfile.TemporaryFile("w+"))
         options = ("--ctx", str(tokens + 2048), "--slots", "2", "--threads", str(THREADS), "--no-store")
