@@ -18,19 +18,9 @@ from gguf import GGUFReader
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
+from perdure.files.trained import LAYER_PARTS
 from perdure.models.safetensors import safetensors_header
 
-NAMES = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 TYPES = {"float16": "F16", "float32": "F32", "bfloat16": "BF16"}
 # How a text is cut before merges, by the name that llama.cpp has for it.
 DIGITS = {"type": "Digits", "individual_digits": True}
@@ -150,9 +140,9 @@ def write_weights(reader: GGUFReader, said: dict[str, Any], folder: Path, dtype:
             planned.append(("model.norm.weight", tensor, 0))
         elif part == "output":
             planned.append(("lm_head.weight", tensor, 0))
-        elif part.startswith("blk.") and part.split(".")[2] in NAMES:
+        elif part.startswith("blk.") and part.split(".")[2] in LAYER_PARTS:
             _, layer, what = part.split(".")
-            planned.append((f"model.layers.{layer}.{NAMES[what]}.weight", tensor, heads.get(what, 0)))
+            planned.append((f"model.layers.{layer}.{LAYER_PARTS[what]}.weight", tensor, heads.get(what, 0)))
         elif part != "rope_freqs":
             raise ValueError(f"the tensor {tensor.name} has no place in a llama")
     header = [(name, TYPES[dtype], [int(size) for size in tensor.shape[::-1]]) for name, tensor, _ in planned]

@@ -79,7 +79,7 @@ class Use:
 
 
 @dataclass(slots=True)
-class _Line:
+class _Branch:
     """The blocks of one prompt of a conversation with its reply."""
 
     names: list[BlockId]
@@ -96,7 +96,7 @@ class _Line:
 
 @dataclass(slots=True)
 class _Conversation:
-    lines: list[_Line] = field(default_factory=list)
+    lines: list[_Branch] = field(default_factory=list)
     """The latest last."""
 
     @property
@@ -243,7 +243,7 @@ class Eviction:
         conversation = self._conversations.pop(key, None) or _Conversation()
         self._conversations[key] = conversation
         self._names -= conversation.size
-        new, left = _Line(names, len(names)), []
+        new, left = _Branch(names, len(names)), []
         best = max(conversation.lines, key=lambda line: _common(line.names, names), default=None)
         if best is not None and _common(best.names, names) >= min(best.prompt, len(names)):
             left, conversation.lines = conversation.lines, [new]

@@ -19,7 +19,7 @@ from perdure.files.tensors import Planned, TensorFile, TensorInfo, from_floats, 
 
 ARCHITECTURE = "llama"
 """The one whose weights have the same numbers in both, but for the order of rows."""
-_PARTS = {
+LAYER_PARTS = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -30,6 +30,7 @@ _PARTS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+"""What a layer's tensors are called in a GGUF file, and in a folder."""
 _ENDS = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -73,7 +74,7 @@ def _replaced(
     tensor: TensorInfo, found: dict[str, tuple[TensorFile, TensorInfo]], model: TensorFile
 ) -> Planned:
     match = _LAYER.fullmatch(tensor.name)
-    part = _PARTS.get(match["part"]) if match else None
+    part = LAYER_PARTS.get(match["part"]) if match else None
     name = _ENDS.get(tensor.name)
     if match is not None and part is not None:
         name = f"model.layers.{int(match['layer'])}.{part}.{match['kind']}"

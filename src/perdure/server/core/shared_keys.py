@@ -94,7 +94,7 @@ class SharedUsage(KeyUsage):
 
 
 @dataclass(slots=True)
-class Found:
+class StoredKeys:
     """What a database has."""
 
     keys: list[Key]
@@ -102,7 +102,7 @@ class Found:
     """Whether there is or was a key: then a request needs one."""
 
 
-def read_keys(accounts: Accounts) -> Found:
+def read_keys(accounts: Accounts) -> StoredKeys:
     keys, lines = [], accounts.lines()
     for line in lines:
         try:
@@ -110,7 +110,7 @@ def read_keys(accounts: Accounts) -> Found:
                 keys.append(parse_line(line))
         except InvalidInputError as error:
             log.error("a key in the database is left out: %s", error)
-    return Found(keys, bool(lines))
+    return StoredKeys(keys, bool(lines))
 
 
 def share(keys: Keys, accounts: Accounts, changed: Callable[[], object]) -> None:
