@@ -241,11 +241,13 @@ class Speculator:
         best = tokens / (plain + self._costs.change(known)) * _WORTH
         for at, (minus, _, _) in enumerate(chances[:room], 1):
             tokens -= minus
+            if at not in _LENGTHS:
+                continue
             seconds = self._costs.seconds(known + at)
             if seconds - plain > credit:
                 break
             rate = tokens / (seconds + self._costs.change(known + at))
-            if at in _LENGTHS and rate > best:
+            if rate > best:
                 best, count = rate, at
         lengths: dict[Chunk, int] = {}
         for _, _, chunk in chances[:count]:
