@@ -55,6 +55,11 @@ def active_in(loop: EngineLoop) -> Collection[SequenceGroup]:
     return loop._active
 
 
+def due_in_quiet(loop: EngineLoop) -> int:
+    """How much waits for a moment without requests."""
+    return len(loop._in_quiet)
+
+
 def embeddings_of(rt: Runtime) -> EmbeddingQueue:
     return inside(rt)._embeddings
 
