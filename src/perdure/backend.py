@@ -227,7 +227,7 @@ class LocalBackend:
                 self.engine_loop.call(self.context.prepare)
             # Not opened before somebody asks for it: it has a memory of its own.
             alike = {name: value for name, value in context.items() if name in _ALIKE}
-            self._embeddings = EmbeddingQueue(
+            self.embeddings = EmbeddingQueue(
                 lambda: model.embedder(n_ctx=n_ctx, **alike),
                 self.engine_loop.post,
                 replying=lambda: self.load[1] > 0,
@@ -263,10 +263,10 @@ class LocalBackend:
 
     def embed(self, texts: Sequence[Tokens]) -> EmbeddingFuture:
         self.engine_loop.check_thread()
-        return self._embeddings.submit(texts)
+        return self.embeddings.submit(texts)
 
     def embedding_width(self) -> int:
-        return self._embeddings.width
+        return self.embeddings.width
 
     def close(self) -> None:
         """End what is running as cancelled, and give everything back."""
@@ -280,7 +280,7 @@ class LocalBackend:
             for tier in self.slot_cache.tiers.lower:
                 ending.callback(tier.close)
             ending.callback(self.context.close)
-            ending.callback(self._embeddings.close)
+            ending.callback(self.embeddings.close)
             if self.slot_cache.tiers.lower and not self.context.closed:
                 self.slot_cache.store_all()
 

@@ -23,7 +23,7 @@ from decode.observed import (
     read,
     trouble,
 )
-from inside import inside, pacer_of, thread_of
+from inside import inside, thread_of
 from perdure import (
     BusyError,
     ClosedError,
@@ -230,7 +230,7 @@ def test_the_count_would_show_a_prompt_that_is_not_cut(monkeypatch: pytest.Monke
     """The checks above have teeth: a chunk as long as the prompt is seen."""
     steps, gate = Steps(monkeypatch), Turnstile()
     with open_toy(gate=gate, n_ctx=1024, n_batch=1024) as rt:
-        pacer_of(inside(rt).engine_loop).chunk = 1024
+        inside(rt).engine_loop.pacer.chunk = 1024
         draws = serve_with_a_long_prompt(rt, steps, gate)
     assert max(steps.sizes[draws[0] : draws[-1]]) > 10 * CHUNK
 
@@ -313,7 +313,7 @@ def _noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return decode(core, batch)
 
     def delivering(sequence: TokenSequence) -> None:
-        if sequence._undelivered:
+        if sequence.undelivered:
             order.append("text")
         deliver(sequence)
 

@@ -100,13 +100,13 @@ def test_a_large_body_is_read_in_a_thread_and_answered_like_a_small_one(
     body: dict[str, object] | bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     readers: list[str] = []
-    real = body_route._read
+    real = body_route.read_body
 
     def noted(*args: Any) -> Any:
         readers.append(threading.current_thread().name)
         return real(*args)
 
-    monkeypatch.setattr(body_route, "_read", noted)
+    monkeypatch.setattr(body_route, "read_body", noted)
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"content-type": "application/json"}
     with opened(ToyModel()) as runtime, live_server(runtime) as server, server.client() as client:

@@ -101,13 +101,13 @@ class EngineLoop:
         self._limit = queue
         self._exact = exact
         # Exact replies are cut at fixed places, however long that takes.
-        self._pacer = PrefillPacer(chunk=chunk, largest=context.n_batch, stall=0 if exact else stall)
-        self._scheduler: Scheduler = ExactScheduler() if exact else BatchScheduler(hold=stall)
+        self.pacer = PrefillPacer(chunk=chunk, largest=context.n_batch, stall=0 if exact else stall)
+        self.scheduler: Scheduler = ExactScheduler() if exact else BatchScheduler(hold=stall)
         rows = context.capabilities.max_outputs
         self._budget = Budget(
-            tokens=context.n_batch, rows=rows, chunk=self._pacer.chunk, alone=self._pacer.alone
+            tokens=context.n_batch, rows=rows, chunk=self.pacer.chunk, alone=self.pacer.alone
         )
-        self._slots = slots or FreshSlots(context)
+        self.slots = slots or FreshSlots(context)
         self._speculator = (
             Speculator(drafters, n_ctx=context.n_ctx, prepares=context.capabilities.asynchronous)
             if drafters and not exact
@@ -116,7 +116,7 @@ class EngineLoop:
         # Asked for at every token.
         self._piece = functools.cache(model.piece)
         self._events = StepEvents(events or EventHub(), context, self._piece)
-        self._executor = Executor(context, self._slots, self._pacer, self._events, self._speculator)
+        self.executor = Executor(context, self.slots, self.pacer, self._events, self._speculator)
         self._grammars = Grammars(model)
         self._breakers = BreakerTable(model)
         self._adapters = adapters or AdapterTable(getattr(model, "adapter", None))
@@ -173,7 +173,7 @@ class EngineLoop:
                 self._changed.notify_all()
                 return group
             # Those who came a moment ago and will find a free slot do not count as waiting.
-            free = self._slots.count - sum(each.slots for each in self._active if each.rank < Rank.IDLE)
+            free = self.slots.count - sum(each.slots for each in self._active if each.rank < Rank.IDLE)
             waiting = len(self._waiting) - free
             if waiting >= self._limit:
                 raise BusyError(
@@ -189,7 +189,7 @@ class EngineLoop:
             self._changed.notify_all()
             has_room = free > 0 or any(each.rank > group.rank for each in self._active)
         if has_room:
-            self._executor.interrupt()
+            self.executor.interrupt()
         return group
 
     def call(self, function: Callable[[], T]) -> T:
@@ -258,7 +258,7 @@ class EngineLoop:
         self.check_thread()
         with self._changed:
             self._closing = True
-            self._executor.stop()
+            self.executor.stop()
             if self._stop_call is not None:
                 self._stop_call()
             self._changed.notify_all()
@@ -273,7 +273,7 @@ class EngineLoop:
 
     def cancel(self, output: SequenceGroup) -> None:
         """End a request that was submitted here. The garbage collector calls this, too, anywhere."""
-        self._executor.cancel(output)
+        self.executor.cancel(output)
         with self._changed:
             self._cancelled = True
             self._changed.notify_all()
@@ -303,7 +303,7 @@ class EngineLoop:
         """One round of the loop. Nothing of a request is left in its frame while the loop sleeps."""
         if self._calls or self._waiting:
             # Either may take long: what was drawn does not wait for it.
-            self._executor.notify()
+            self.executor.notify()
         if self._calls:
             self._answer_calls()
         if self._cancelled or time.monotonic() >= self._next_deadline:
@@ -317,10 +317,10 @@ class EngineLoop:
             elif self._until_quiet() == 0:
                 self._use_quiet()
         self._turn += 1
-        pacer = self._pacer
+        pacer = self.pacer
         if self._budget.chunk != pacer.chunk or self._budget.alone != pacer.alone:
             self._budget = replace(self._budget, chunk=pacer.chunk, alone=pacer.alone)
-        for step in self._scheduler.plan(self._active, self._slots, self._budget, turn=self._turn):
+        for step in self.scheduler.plan(self._active, self.slots, self._budget, turn=self._turn):
             # At every token: a generator would take longer than to look.
             tokens = 0
             for chunk in step:
@@ -328,10 +328,10 @@ class EngineLoop:
             if tokens >= len(step) + TIMED:
                 self._execute_long(step)
             else:
-                self._executor.execute(step, self._active, self._budget)
+                self.executor.execute(step, self._active, self._budget)
         self._collect(self._active)
         if not self._active:
-            self._executor.notify()
+            self.executor.notify()
 
     def _execute_long(self, step: Step) -> None:
         """Execute a step of a prompt. Those who only look do so meanwhile."""
@@ -344,7 +344,7 @@ class EngineLoop:
         for call in looks:
             call.answer.set_exception(_LongStep())
         try:
-            self._executor.execute(step, self._active, self._budget)
+            self.executor.execute(step, self._active, self._budget)
         finally:
             with self._changed:
                 self._in_long_step = False
@@ -383,7 +383,7 @@ class EngineLoop:
         while True:
             with self._changed:
                 waiting = list(self._waiting)
-            for group in admit(waiting, self._slots):
+            for group in admit(waiting, self.slots):
                 with self._changed:
                     self._waiting.remove(group)
                     self._active.append(group)
@@ -394,7 +394,7 @@ class EngineLoop:
             later = None if self._exact else to_give_way(list(self._waiting), self._active)
             if later is None:
                 break
-            self._executor.give_way(later)
+            self.executor.give_way(later)
             with self._changed:
                 self._active.remove(later)
                 self._waiting.appendleft(later)
@@ -403,7 +403,7 @@ class EngineLoop:
     def _set_idle_aside(self) -> None:
         """Idle work gives way before a request is admitted: what it has read is in its slot, and is used."""
         for group in [each for each in self._active if each.rank == Rank.IDLE]:
-            self._executor.give_way(group)
+            self.executor.give_way(group)
             with self._changed:
                 self._active.remove(group)
                 self._idle.appendleft(group)
@@ -412,7 +412,7 @@ class EngineLoop:
         """One at a time, the latest first: its conversation is the likeliest to go on."""
         with self._changed:
             group = self._idle.pop()
-        for each in admit([group], self._slots):
+        for each in admit([group], self.slots):
             with self._changed:
                 self._active.append(each)
             break
@@ -451,7 +451,7 @@ class EngineLoop:
                     changed.append(group)
                     break
         for group in changed:
-            self._executor.collect(group)
+            self.executor.collect(group)
             if group.done:
                 with self._changed:
                     next(each for each in (self._active, self._waiting, self._idle) if group in each).remove(
