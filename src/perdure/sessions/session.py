@@ -644,6 +644,10 @@ class Session(SessionView):
         self.saved = self._host.write_behind(
             whole.tokens, self.namespace, saved, adapters=pending.settings.get("adapters")
         )
+        if self.origin.get("agent"):
+            self._host.save_in_quiet(
+                whole.tokens, self.namespace, self._conversation, adapters=pending.settings.get("adapters")
+            )
         return replace(reply, kept=True)
 
     def _answered(

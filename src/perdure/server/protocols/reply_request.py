@@ -200,8 +200,6 @@ def submit_to_conversation(
         log.info("conversation %s goes without its session: %s", conversation.name, error)
         return None
     caller.in_session(session.name)
-    if not conversation.closes:
-        app_state.save_when_idle(session)
     return stream
 
 
