@@ -157,10 +157,10 @@ def tune(
     forget: Annotated[bool, typer.Option("--forget", help="Forget what was tuned for this model.")] = False,
     as_json: shared.Json = False,
 ) -> None:
-    """Find the fastest placement, threads, step size and K/V type for a model, in a minute or two.
+    """Find the fastest placement, threads, step size and K/V type for a model.
 
-    The result is remembered for this model and machine, and used whenever the model is opened, unless you set
-    something else. Run it on an idle machine.
+    It takes a minute, and one more where there is a GPU. The result is remembered for this model and machine,
+    and used whenever the model is opened, unless you set something else. Run it on an idle machine.
     """
     from perdure.cli.output import terminal
     from perdure.engine import tuning
