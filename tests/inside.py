@@ -43,6 +43,11 @@ def active_in(loop: EngineLoop) -> Collection[SequenceGroup]:
     return loop._active
 
 
+def due_in_quiet(loop: EngineLoop) -> int:
+    """How much waits for a moment without requests."""
+    return len(loop._in_quiet)
+
+
 def embedder_of(rt: Runtime) -> Embedder:
     """The context of a runtime that makes vectors. It is opened with the first text."""
     embedder = inside(rt).embeddings._embedder

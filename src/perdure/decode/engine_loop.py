@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -44,10 +45,14 @@ from perdure.events.hub import EventHub
 
 T = TypeVar("T")
 
+log = logging.getLogger("perdure.decode")
+
 CHUNK = 64
 """Prompt tokens a step while others wait, until it is known how long they take; in exact mode always."""
 STALL = 0.05
 """Seconds for which a running reply may be held up by others' prompts."""
+_LONGEST_QUIET = 1.0
+"""Seconds without a request after which nothing that waits for quiet waits any longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +126,12 @@ class EngineLoop:
         """Work that waits until there is no other."""
         self._active: list[SequenceGroup] = []
         self._calls: list[_Call] = []
+        self._in_quiet: dict[Hashable, Callable[[], object]] = {}
+        """What is done once nobody asks for anything, by what tells one from another."""
+        self._quiet_seconds = 0.0
+        """How long the latest of these took."""
+        self._last_end = -math.inf
+        """When a request ended last."""
         self._stop_call: Callable[[], None] | None = None
         self._before_long: list[Callable[[], None]] = []
         self._in_long_step = False
@@ -196,6 +207,15 @@ class EngineLoop:
             self._changed.notify_all()
         return answer
 
+    def post_in_quiet(self, key: Hashable, function: Callable[[], object]) -> None:
+        """Have `function` run in the engine thread once nobody has asked for anything for as long as the
+        latest such function took, a second at most: whoever comes just then waits for it. The next one with
+        the same key takes its place. What is left when the loop is closed is not done."""
+        with self._changed:
+            self._in_quiet.pop(key, None)
+            self._in_quiet[key] = function
+            self._changed.notify_all()
+
     def look(self, function: Callable[[], T], meanwhile: Callable[[], T] | None = None) -> T:
         """Like `call`, for what only looks: nobody waits for a step of a prompt. During such a step
         `meanwhile`, or `function` itself, is called in the caller's thread, and the step's end waits for it:
@@ -267,7 +287,9 @@ class EngineLoop:
                 if not self._active:
                     with self._changed:
                         while not (self._waiting or self._calls or self._closing or self._idle):
-                            self._changed.wait()
+                            if (wait := self._until_quiet()) == 0:
+                                break
+                            self._changed.wait(wait)
                 if self._closing:
                     break
                 self._round()
@@ -289,8 +311,11 @@ class EngineLoop:
         if self._waiting:
             self._set_idle_aside()
             self._admit()
-        elif self._idle and not self._active:
-            self._admit_idle()
+        elif not self._active and (self._idle or self._in_quiet):
+            if self._idle:
+                self._admit_idle()
+            elif self._until_quiet() == 0:
+                self._use_quiet()
         self._turn += 1
         pacer = self.pacer
         if self._budget.chunk != pacer.chunk or self._budget.alone != pacer.alone:
@@ -398,6 +423,24 @@ class EngineLoop:
                 self._active.append(group)
         self._collect(self._active)
 
+    def _until_quiet(self) -> float | None:
+        """Seconds until what waits for quiet is done, if nobody comes; None where nothing waits."""
+        if not self._in_quiet:
+            return None
+        return max(0.0, self._last_end + self._quiet_seconds - time.monotonic())
+
+    def _use_quiet(self) -> None:
+        """One at a time: others may have come meanwhile."""
+        with self._changed:
+            function = self._in_quiet.pop(next(iter(self._in_quiet)))
+        began = time.monotonic()
+        try:
+            function()
+        except Exception:
+            # Nobody waits for it, and nobody may suffer from it.
+            log.exception("what was to be done in quiet could not be")
+        self._quiet_seconds = min(time.monotonic() - began, _LONGEST_QUIET)
+
     def _collect(self, groups: Sequence[SequenceGroup]) -> None:
         """Hand the slots of finished sequences on, and finished requests back."""
         changed: list[SequenceGroup] = []
@@ -417,6 +460,7 @@ class EngineLoop:
                 self._complete(group)
 
     def _complete(self, group: SequenceGroup) -> None:
+        self._last_end = time.monotonic()
         if self._events.hub.on:
             self._events.ended(group)
         group.complete()

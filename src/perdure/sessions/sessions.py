@@ -366,6 +366,22 @@ class Sessions(Closing):
                 return len(tokens)
         return saved
 
+    def save_in_quiet(
+        self,
+        tokens: Sequence[int],
+        namespace: str,
+        conversation: str,
+        *,
+        adapters: Mapping[str, float] | None = None,
+    ) -> None:
+        """Have the state of a session, and what is read ahead for it, written as soon as the engine has
+        nothing to do: whatever dies then, only what is new is read again."""
+        if self._durable:
+            cache = self.backend.cache
+            self.chat_format.settler.then(
+                lambda: cache.save(tokens, namespace=namespace, adapters=adapters, conversation=conversation)
+            )
+
     # Inside.
 
     def _wake_at(self, memory: SessionMemory, name: str) -> Session:

@@ -264,8 +264,22 @@ class RemotePrefixCache:
     def sleep(self, tokens: Iterable[int], *, namespace: str = "", adapters: Scales | None = None) -> None:
         self._ask("cache", PrefixCacheCalls.sleep, tokens, namespace=namespace, adapters=adapters)
 
-    def save(self, tokens: Iterable[int], *, namespace: str = "", adapters: Scales | None = None) -> None:
-        self._ask("cache", PrefixCacheCalls.save, tokens, namespace=namespace, adapters=adapters)
+    def save(
+        self,
+        tokens: Iterable[int],
+        *,
+        namespace: str = "",
+        adapters: Scales | None = None,
+        conversation: str = "",
+    ) -> None:
+        self._ask(
+            "cache",
+            PrefixCacheCalls.save,
+            tokens,
+            namespace=namespace,
+            adapters=adapters,
+            conversation=conversation,
+        )
 
     def pack(
         self, tokens: Iterable[int], *, namespace: str = "", adapters: Scales | None = None
