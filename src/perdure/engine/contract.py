@@ -149,8 +149,10 @@ class Core(Protocol):
         """The state of `seq` in its parts."""
         ...
 
-    def assemble(self, seq: int, pieces: Sequence[NDArray[np.uint8]], rest: NDArray[np.uint8] | None) -> bool:
-        """Replace the state of `seq` by rows and a rest that were captured. False as for `write`."""
+    def assemble(
+        self, seq: int, pieces: Sequence[NDArray[np.uint8]], tail_state: NDArray[np.uint8] | None
+    ) -> bool:
+        """Replace the state of `seq` by rows and a tail state that were captured. False as for `write`."""
         ...
 
     def row_bytes(self, seq: int) -> int | None:
