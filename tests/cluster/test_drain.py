@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import threading
 import time
-from contextlib import ExitStack
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
 import pytest
 
 import perdure
+from cluster.harness import SETTINGS, Outcome, Replica, check, haproxy, replicas, soak_seconds, talking
 from cluster.servers import PostgresServer, free_port
-from cluster.test_haproxy import SETTINGS, Outcome, Replica, Talker, check, haproxy
 from perdure.testing.toy import ToyModel
 
 
@@ -80,41 +78,26 @@ def test_one_to_four_and_back_without_a_failed_request(
 ) -> None:
     """Replicas are added and drained under load, twice: every answer is a 200."""
     monkeypatch.setenv("PERDURE_TEST_DRAIN", "5")
-    outcome, ending = Outcome(), threading.Event()
-    schema = postgres.url(tmp_path / "r0", lease=5)
-    seconds = float(os.environ.get("PERDURE_SOAK_SECONDS", 20))
-    with ExitStack() as held:
-        running = []
-        for number in range(4):
-            url = schema.replace("%2Fr0", f"%2Fr{number}")
-            running.append(Replica(url, free_port(), tmp_path / f"{number}.log", f"file://{tmp_path}/shared"))
-            held.callback(running[-1].kill)
-            running[-1].wait()
-        for each in running[1:]:
-            each.process.send_signal(signal.SIGTERM)
-            assert each.process.wait(60) == 0
-        # A busy machine may take long to answer: one that does is not one that is gone.
-        patient = "inter 500 fall 3 rise 1"
-        proxy = held.enter_context(haproxy(tmp_path, [each.port for each in running], check=patient))
-        time.sleep(1)
-        talkers = [Talker(proxy, f"c{number}", outcome, ending, True) for number in range(16)]
-        for talker in talkers:
-            talker.start()
-        for _ in range(2):
-            for each in running[1:]:
-                each.start()
-                each.wait()
-            ending.wait(seconds / 4)
-            for each in running[1:]:
-                each.process.send_signal(signal.SIGTERM)
-                assert each.process.wait(120) == 0
-            ending.wait(seconds / 4)
-        ending.set()
-        for talker in talkers:
-            talker.join()
-            if talker.failed is not None:
-                raise talker.failed
-    turns = sum(map(len, outcome.acknowledged.values()))
-    print(f"{turns} turns, longest {outcome.longest:.1f} s, {dict(outcome.seen)}")
+    outcome, seconds = Outcome(), soak_seconds(20)
+    with (
+        replicas(postgres.url(tmp_path / "r0", lease=5), tmp_path, 4) as running,
+        haproxy(tmp_path, [each.port for each in running]) as url,
+    ):
+        drain(running[1:])
+        with talking(url, outcome, 16):
+            for _ in range(2):
+                for each in running[1:]:
+                    each.start()
+                    each.wait()
+                time.sleep(seconds / 4)
+                drain(running[1:])
+                time.sleep(seconds / 4)
+        print(outcome)
+        check(url, outcome)
     assert set(outcome.seen) == {"200"}
-    check(outcome)
+
+
+def drain(running: Sequence[Replica]) -> None:
+    for each in running:
+        each.process.send_signal(signal.SIGTERM)
+        assert each.process.wait(120) == 0
