@@ -14,6 +14,7 @@ import pytest
 import perdure
 from cluster.harness import SETTINGS, Outcome, Replica, check, haproxy, replicas, soak_seconds, talking
 from cluster.servers import PostgresServer, free_port
+from perdure.chat.reply import ChatReply
 from perdure.testing.toy import ToyModel
 
 
@@ -67,9 +68,40 @@ def test_a_replica_that_goes_hands_its_sessions_over(
             assert session.turns == (4 if name == "a" else 3)
             reply = session.say("And now here.", max_tokens=4, temperature=0)
             assert reply.kept
-            # Its state is there; whether it is read goes by what was measured, and a toy computes fast.
-            passed_by = re.search(r"moving (\d+) tokens from elsewhere costs more", reply.reuse.why)
-            assert max(reply.reuse.reused, int(passed_by[1]) if passed_by else 0) >= count, reply.reuse
+            assert moved(reply) >= count, reply.reuse
+
+
+def moved(reply: ChatReply) -> int:
+    """Tokens whose state is there. Whether it is read goes by what was measured, and a toy computes fast."""
+    passed_by = re.search(r"moving (\d+) tokens from elsewhere costs more", reply.reuse.why)
+    return max(reply.reuse.reused, int(passed_by[1]) if passed_by else 0)
+
+
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_state_that_is_more_than_may_wait_to_be_written_is_handed_over_whole(
+    postgres: PostgresServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeps: bool
+) -> None:
+    """A long conversation is larger than what may wait to be written: a replica that goes writes the rest
+    when that is done, and so does one that puts a session to sleep."""
+    monkeypatch.setattr("perdure.backend._WAITING", 1 << 10)
+    place, first = f"file://{tmp_path}/shared", postgres.url(tmp_path / "r0")
+    # Of this, half may wait.
+    room = 120_000
+    with perdure.open(ToyModel(), n_ctx=4096, slots=1, store=first, blocks=[place], cache=room) as runtime:
+        session = runtime.session("long")
+        session.say("Words and words. " * 200, max_tokens=4, temperature=0)
+        tiers = runtime.backend.slot_cache.tiers.lower  # type: ignore[attr-defined]
+        if sleeps:
+            session.sleep()
+        tokens = session.token_count
+    assert all(tier.turned_down for tier in tiers)
+    second = first.replace("%2Fr0", "%2Fr1")
+    with perdure.open(ToyModel(), n_ctx=4096, slots=1, store=second, blocks=[place]) as runtime:
+        tier = runtime.backend.slot_cache.tiers.lower[-1].tier  # type: ignore[attr-defined]
+        tier.refresh()
+        assert tier.nbytes > room / 2
+        reply = runtime.session("long").say("And now here.", max_tokens=4, temperature=0)
+        assert moved(reply) >= tokens - 1, reply.reuse
 
 
 @pytest.mark.soak
