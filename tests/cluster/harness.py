@@ -261,13 +261,17 @@ def replicas(store: str, folder: Path, count: int) -> Iterator[list[Replica]]:
             replica.kill()
 
 
-@contextmanager
-def haproxy(folder: Path, ports: Iterable[int]) -> Iterator[str]:
-    """HAProxy with the configuration of deploy/cluster, but for addresses; its URL."""
+def haproxy_program() -> str:
     found = program("haproxy") or "/usr/sbin/haproxy"
     if not Path(found).exists():
         pytest.skip("HAProxy is not installed: apt-get install haproxy")
-    port = free_port()
+    return found
+
+
+@contextmanager
+def haproxy(folder: Path, ports: Iterable[int]) -> Iterator[str]:
+    """HAProxy with the configuration of deploy/cluster, but for addresses; its URL."""
+    found, port = haproxy_program(), free_port()
     servers = "\n".join(f"    server r{each} 127.0.0.1:{each}" for each in ports)
     text = CONFIG.read_text().replace("bind :8080", f"bind 127.0.0.1:{port}")
     text = re.sub(r" +server-template .*", lambda _: servers, text)

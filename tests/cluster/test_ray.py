@@ -55,7 +55,15 @@ def ray_serve(postgres: PostgresServer, folder: Path, **replicas: Any) -> Iterat
     with pytest.MonkeyPatch.context() as patch:
         # A runtime_env would start Ray's processes twice.
         patch.setenv("PYTHONPATH", paths)
-        ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        for left in reversed(range(10)):
+            try:
+                ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+                break
+            except Exception:
+                # Ray gives its own processes 30 s to start.
+                ray.shutdown()
+                if not left:
+                    raise
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         config = ClusterConfig.from_dict(
