@@ -65,7 +65,9 @@ def ray_serve(postgres: PostgresServer, folder: Path, **replicas: Any) -> Iterat
                 if not left:
                     raise
     try:
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("ray.serve._private.api.HTTP_PROXY_TIMEOUT", 600)
+            serve.start(http_options={"host": "127.0.0.1", "port": port})
         config = ClusterConfig.from_dict(
             {
                 "store": postgres.url(folder / "own", lease=5),
