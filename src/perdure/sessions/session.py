@@ -544,11 +544,13 @@ class Session(SessionView):
             at = self._place(count)
             return self._host.store.label(self._info, at, label, kind, note)
 
-    def delete(self) -> None:
-        """Forget the session. Forks of it, and memories, stay."""
+    def delete(self, *, turns: int | None = None) -> None:
+        """Forget the session, with `turns` only if it still has so many: nobody has gone on with it. Forks of
+        it, and memories, stay."""
         with self._changing():
-            self._host.remove(self)
-            self._deleted = True
+            if turns is None or self.turns == turns:
+                self._host.remove(self)
+                self._deleted = True
 
     arewind = _in_thread(rewind)
     alabel = _in_thread(label)
