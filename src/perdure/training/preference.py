@@ -101,7 +101,12 @@ def preferred(reference: Any, beta: float) -> tuple[Callable[..., Any], Callable
         return value, count
 
     def batches(
-        dataset: list[Pair], batch_size: int, max_seq_length: int, *, loop: bool = False, **_: Any
+        dataset: list[Pair],
+        batch_size: int,
+        max_seq_length: int,
+        *,
+        loop: bool = False,
+        comm_group: object = None,
     ) -> Iterator[Any]:
         said = [
             {
