@@ -37,9 +37,9 @@ def reading(run: Run) -> Iterator[Figure]:
     tokens, looks, shorts = run.pick((30_000, 30, 5), (24_000, 6, 1))
     patience = run.pick(1500.0, 60.0)
     with ExitStack() as held:
-        complaints: Any = held.enter_context(tempfile.TemporaryFile("w+"))
+        captured_errors: Any = held.enter_context(tempfile.TemporaryFile("w+"))
         options = ("--ctx", str(tokens + 2048), "--slots", "2", "--threads", str(THREADS), "--no-store")
-        url = launched(held, complaints, _model(run, held), *options)
+        url = launched(held, captured_errors, _model(run, held), *options)
         client = held.enter_context(httpx.Client(base_url=url, trust_env=False, timeout=600))
         _first_token(client, "Hello.")
         counted = client.post("/tokenize", json={"content": _LONG * 16}).raise_for_status().json()
