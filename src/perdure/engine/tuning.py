@@ -165,7 +165,7 @@ def recall_place(digest: Callable[[], str]) -> LoadingKeywords:
     if not any(key.startswith(_PLACEMENT) for key in known):
         return {}
     found = known.get(_place_key(digest()))
-    return next((each for each in (_ALL_EXPERTS, _NO_GPU) if each == found), {})
+    return next((each for each in (_ALL_EXPERTS, _NO_GPU) if each == found), LoadingKeywords())
 
 
 def recall(model: Model) -> Tuning | None:

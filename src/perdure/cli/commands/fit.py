@@ -170,12 +170,12 @@ def tune(
         terminal.tell(f"{trial.what}: reply {trial.reply:,.1f} tok/s{prompt}")
 
     def load(keywords: LoadingKeywords) -> Model:
-        return terminal.load(model, **{**groups.loading(gpu_layers, None, None, True), **keywords})
+        return terminal.load(model, **(groups.loading(gpu_layers, None, None, True) | keywords))
 
     # Not where an earlier tuning has placed it: all places are tried anew.
     usual: LoadingKeywords = {"gpu_layers": "auto"} if gpu_layers is None else {}
     loaded = load(usual)
-    if gpu_layers is None and not forget and getattr(loaded, "gpu_layers", 0):
+    if gpu_layers is None and not forget and getattr(loaded, "gpu_layers", 0) > 0:
         loaded.close()
         place = tuning.place(lambda keywords: load(keywords or usual), progress=say)
         loaded = load(place or usual)
