@@ -114,7 +114,7 @@ class Backend(Protocol):
         """Queue a request. What is wrong with it is raised here."""
         ...
 
-    def embed(self, texts: Sequence[Tokens]) -> EmbeddingFuture:
+    def embed(self, texts: Sequence[Tokens], adapters: Scales | None = None) -> EmbeddingFuture:
         """Have vectors made of texts. Cancelling the future ends that."""
         ...
 
@@ -230,6 +230,7 @@ class LocalBackend:
             self.embeddings = EmbeddingQueue(
                 lambda: model.embedder(n_ctx=n_ctx, **alike),
                 self.engine_loop.post,
+                choose=self.adapters.choose,
                 replying=lambda: self.load[1] > 0,
                 limit=queue,
             )
@@ -261,9 +262,9 @@ class LocalBackend:
     def submit(self, request: Request) -> OutputQueue:
         return self.engine_loop.submit(request)
 
-    def embed(self, texts: Sequence[Tokens]) -> EmbeddingFuture:
+    def embed(self, texts: Sequence[Tokens], adapters: Scales | None = None) -> EmbeddingFuture:
         self.engine_loop.check_thread()
-        return self.embeddings.submit(texts)
+        return self.embeddings.submit(texts, adapters)
 
     def embedding_width(self) -> int:
         return self.embeddings.width
