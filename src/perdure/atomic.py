@@ -123,8 +123,8 @@ def _meaning(error: OSError, path: Path, needed: int) -> StoreError:
         )
     if error.errno == errno.EROFS:
         return StoreReadOnlyError(
-            f"{path} is on a file system that is read-only: have it mounted for writing. A disk that fails is "
-            "made so by the system, whose log then says why"
+            f"{path} is on a file system that is read-only: have it mounted for writing. A disk that fails "
+            "is made so by the system, whose log then says why"
         )
     if error.errno in (errno.EACCES, errno.EPERM):
         return StoreReadOnlyError(
