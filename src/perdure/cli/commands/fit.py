@@ -157,10 +157,10 @@ def tune(
     forget: Annotated[bool, typer.Option("--forget", help="Forget what was tuned for this model.")] = False,
     as_json: shared.Json = False,
 ) -> None:
-    """Find the fastest placement, threads, step size and K/V type for a model.
+    """Find the settings with which a model is fastest here.
 
-    It takes a minute, and one more where there is a GPU. The result is remembered for this model and machine,
-    and used whenever the model is opened, unless you set something else. Run it on an idle machine.
+    Tries threads, step sizes, K/V types and, with a GPU, placements: a minute of each. The result is remembered,
+    and used whenever the model is opened on this machine, unless you set something else. Run it when it is idle.
     """
     from perdure.cli.output import terminal
     from perdure.engine import tuning
