@@ -26,6 +26,7 @@ from perdure.decode.engine_loop import CHUNK, STALL, EngineLoop
 from perdure.decode.request import Request, check_prompt_size
 from perdure.decode.speculation.draft_model import ModelDrafter, check_vocabulary
 from perdure.decode.speculation.drafter import Drafter
+from perdure.decode.speculation.next_token import NextTokenDrafter
 from perdure.decode.speculation.ngrams import NgramDrafter
 from perdure.decode.stream import OutputQueue, Stream, one_request
 from perdure.engine.adapters import PLAIN, AdapterTable, Scales
@@ -156,8 +157,9 @@ class LocalBackend:
         """`adapters` are used where a request names none, and `adapter_names` are files by the names that
         requests may use. With `own_blocks` the model's blocks are in a folder of their own inside the store,
         so that engines of other models can write to theirs. `blocks` are places of several machines, behind
-        the disk in this order, and `blocks_key` is what seals state there. `draft` is a smaller model that
-        guesses ahead where n-grams have no guess; `drafters` guess instead of both."""
+        the disk in this order, and `blocks_key` is what seals state there. Where n-grams have no guess, the
+        model's own next-token layers guess (`mtp`, of the context), then `draft`, a smaller model; `drafters`
+        guess instead of all of these."""
         self.model = model
         self.exact = exact
         self.events = EventHub()
@@ -169,6 +171,8 @@ class LocalBackend:
         _bytes("store_bytes", store_bytes)
         if swap_slots is not None:
             check_whole("swap_slots", swap_slots, 0)
+        if exact and (draft is not None or context.get("mtp")):
+            raise InvalidInputError("an exact runtime does not guess ahead: leave draft or exact out")
         context = tuned(model, context)
         check_kv_type(
             model,
@@ -187,6 +191,8 @@ class LocalBackend:
             undo.callback(self.context.close)
             if drafters is None:
                 drafters = [NgramDrafter()]
+                if self.context.guesses:
+                    drafters.append(NextTokenDrafter(self.context))
                 if draft is not None:
                     drafters.append(_draft_model(draft, self, context.get("threads")))
                     undo.callback(drafters[-1].close)
@@ -336,8 +342,6 @@ def _disk_tiers(store: Path, digest: str, budget: int, own_blocks: bool) -> list
 
 def _draft_model(draft: str | Model, backend: LocalBackend, threads: int | None) -> Drafter:
     """A drafter by a smaller model, which is opened unless it is."""
-    if backend.exact:
-        raise InvalidInputError("an exact runtime does not guess ahead: leave draft or exact out")
     n_ctx, n_seq = backend.context.n_ctx, backend.context.n_seq
     model = open_model(draft, {}, cells=n_ctx * n_seq) if isinstance(draft, str) else draft
     with ExitStack() as undo:

@@ -41,9 +41,13 @@ _RESOURCES = frozenset(
         "n_batch",
         "force_kv",
         "draft",
+        "mtp",
     }
 )
 """Settings that do not change what a reply is: whoever has the store chooses them."""
+
+NEXT_TOKEN = "mtp"
+"""What `draft` is for a model's own next-token layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,9 +213,9 @@ def open(  # noqa: A001
     `kv_type` is the type of K and V in one word (`q8_0`, or `q8_0:f16` for K and V); what it costs the
     model is measured once, and one that costs much is refused unless `force_kv`.
     `adapters` are LoRAs and control vectors, files with their scales, for every reply that names no others;
-    `adapter_names` are files by the names that replies may use besides. `draft` is a smaller model of the
-    same vocabulary, a file or a name, that guesses ahead for replies with `speculate`. None is the default
-    of whoever it is for.
+    `adapter_names` are files by the names that replies may use besides. `draft` guesses ahead for replies
+    with `speculate`: a smaller model of the same vocabulary, a file or a name, or "mtp" for the model's own
+    next-token layers. None is the default of whoever it is for.
     """
     # Before a model is fetched and loaded for nothing.
     refuse_unknown(unknown, open)
@@ -226,6 +230,9 @@ def open(  # noqa: A001
         "kv_offload": kv_offload,
         "cpu_experts": cpu_experts,
     }
+    own_layers = draft == NEXT_TOKEN
+    if own_layers and (model is None or isinstance(model, (str, os.PathLike))):
+        chosen["mtp"] = True
     loading = cast(LoadingKeywords, _given(chosen))
     settings: dict[str, Any] = {"slots": slots, "exact": exact, "queue": queue}
     settings |= _given(
@@ -246,7 +253,8 @@ def open(  # noqa: A001
             "rope_freq_scale": rope_freq_scale,
             "adapters": None if adapters is None else absolute_scales(adapters),
             "adapter_names": None if adapter_names is None else absolute_names(adapter_names),
-            "draft": _named(draft),
+            "draft": None if own_layers else _named(draft),
+            "mtp": own_layers or None,
         }
     )
     folder = None if store is None else store_folder(store)
