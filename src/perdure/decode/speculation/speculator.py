@@ -2,9 +2,9 @@
 
 A request asks for a fixed number of guesses a step, or leaves it to what was measured (`ADAPT`): how often
 the guesses of its stream were right, and how long steps of so many tokens take. A stream starts with a little
-credit in time. Wrong guesses use it up; right ones, and the stream's own steps, earn some. Without credit
-nothing is guessed: so no stream loses more than a hundredth of its time and that first credit, whatever text
-it writes and whoever else guesses beside it.
+credit in time, and with more where guessing has paid off for those before it. Wrong guesses use it up; right
+ones, and the stream's own steps, earn some. Without credit nothing is guessed: so no stream loses more than
+half a hundredth of its time and that first credit, whatever it writes and whoever else guesses beside it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,14 @@ FULL = 16
 """Streams of a step from which on nothing is guessed: the engine is busy with those."""
 _TOKENS = 32
 """Tokens of a step with guesses, at most, unless a request asks for more."""
-_SHARE = 0.01
+_SHARE = 0.005
 """Of a stream's time that it may lose to wrong guesses."""
 _START = 1.0
 """Credit of a new stream, in steps."""
+_MORE = 3.0
+"""What it may have besides, in steps: as much as guesses of all streams have saved lately."""
+_LATELY = 0.98
+"""What is left of that at the next step with guesses."""
 _MOST = 32.0
 """Credit that a stream can gather, in steps."""
 _WORTH = 1.02
@@ -124,24 +128,32 @@ class StepCosts:
         return low + part * max(0.0, self._seconds[above] - low)
 
 
+class Outcomes:
+    """How many guesses were right, by drafter, and how many were the first wrong one. The last ones count
+    most."""
+
+    def __init__(self, memory: float) -> None:
+        self._memory = memory
+        self._right: dict[str, float] = {}
+        self._wrong: dict[str, float] = {}
+
+    def chance(self, source: str, expected: float) -> float:
+        """That a guessed token is right whose forerunners are, where so much was expected beforehand."""
+        right, wrong = self._right.get(source, 0.0), self._wrong.get(source, 0.0)
+        return (right + 2 * expected) / (right + wrong + 2)
+
+    def add(self, source: str, guesses: int, agreed: int) -> None:
+        self._right[source] = self._right.get(source, 0.0) * self._memory + agreed
+        self._wrong[source] = self._wrong.get(source, 0.0) * self._memory + (agreed < guesses)
+
+
 class _Stream:
     """What was measured of one sequence."""
 
     def __init__(self, credit: float) -> None:
         self.credit = credit
         """Seconds that it may lose."""
-        self.right: dict[str, float] = {}
-        """Guesses that were right, by drafter, the last ones counting most; and those that were not."""
-        self.wrong: dict[str, float] = {}
-
-    def chance(self, draft: Draft) -> float:
-        """That a guessed token is right whose forerunners are."""
-        right, wrong = self.right.get(draft.source, 0.0), self.wrong.get(draft.source, 0.0)
-        return (right + 2 * draft.confidence) / (right + wrong + 2)
-
-    def outcome(self, source: str, guesses: int, agreed: int) -> None:
-        self.right[source] = self.right.get(source, 0.0) * _MEMORY + agreed
-        self.wrong[source] = self.wrong.get(source, 0.0) * _MEMORY + (agreed < guesses)
+        self.outcomes = Outcomes(_MEMORY)
 
 
 class Speculator:
@@ -174,6 +186,10 @@ class Speculator:
         """Of the drafts in the step in flight."""
         self._asking = 0.0
         """Seconds that guessing has taken for it."""
+        self._outcomes = Outcomes(_LATELY)
+        """Of all streams."""
+        self._gain = 0.0
+        """Steps that guesses of all streams have saved lately."""
         self._unpaid = 0
         """Steps with guesses in a row that brought less than a token for each stream."""
 
@@ -231,7 +247,8 @@ class Speculator:
             if draft is None:
                 continue
             drafts[chunk] = draft
-            chance, each = 1.0, stream.chance(draft)
+            expected = self._outcomes.chance(draft.source, draft.confidence)
+            chance, each = 1.0, stream.outcomes.chance(draft.source, expected)
             for _ in draft.tokens:
                 chance *= each
                 chances.append((-chance, at, chunk))
@@ -305,7 +322,10 @@ class Speculator:
                 earned = 0.0 if self._trying else _SHARE * took + saved
                 stream.credit = min(stream.credit + earned, _MOST * plain)
                 if (source := self._sources.get(chunk)) is not None:
-                    stream.outcome(source, len(chunk.draft), chunk.agreed)
+                    stream.outcomes.add(source, len(chunk.draft), chunk.agreed)
+                    self._outcomes.add(source, len(chunk.draft), chunk.agreed)
+                    if not self._trying:
+                        self._gain = self._gain * _LATELY + saved / plain
         self._guessed = guesses > 0
         self._costs.observe(known + guesses, seconds if guesses else seconds - self._asking)
 
@@ -325,7 +345,8 @@ class Speculator:
     def _stream(self, sequence: TokenSequence, plain: float) -> _Stream:
         stream = self._streams.get(sequence)
         if stream is None:
-            stream = self._streams[sequence] = _Stream(_START * plain)
+            more = min(max(0.0, self._gain), _MORE)
+            stream = self._streams[sequence] = _Stream((_START + more) * plain)
         return stream
 
     def _ask(self, chunk: Chunk, count: int) -> Draft | None:

@@ -379,7 +379,7 @@ class Model(FileModel):
         if mtp and not self._mtp:
             raise InvalidInputError("this model was loaded without its next-token layers: Model(…, mtp=True)")
         if mtp:
-            check_next_token(weights, self._memory, self.path.name)
+            check_next_token(weights, self._memory, self.path.name, self._tensors)
         core = (NextTokenCore if mtp else LlamaCore)(
             weights,
             params,

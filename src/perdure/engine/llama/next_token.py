@@ -10,7 +10,7 @@ or cut has both parts. What the layers hold changes guesses, and no reply.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,16 +32,40 @@ _SIZE = 8
 """Bytes that say how long the model's part of a whole state is."""
 
 
-def check_next_token(weights: Weights, memory: MemorySpec, name: str) -> None:
-    """Refuse a model whose next-token layers cannot be used here."""
+_DENSE = frozenset({"qwen35"})
+"""Architectures whose next-token layer has one feed-forward network."""
+_EXPERTS = frozenset(
+    {"deepseek2", "deepseek32", "glm4moe", "glm-dsa", "qwen3next", "qwen35moe", "hy-v3", "cohere2moe"}
+)
+"""Those where it has experts."""
+_NEEDED = ("nextn.eh_proj", "nextn.enorm", "nextn.hnorm")
+
+
+def check_next_token(weights: Weights, memory: MemorySpec, name: str, tensors: Container[str]) -> None:
+    """Refuse a model whose next-token layers cannot be used here: over some the library ends the process."""
     lib = library.load()
     if not hasattr(lib, "llama_get_embeddings_nextn_ith"):
         raise InvalidInputError(
             f"{library.build()} does not give out the hidden states that next-token layers need: leave mtp "
             "out, or guess with a draft model"
         )
-    if not lib.llama_model_n_layer_nextn(weights.handle):
+    count = int(lib.llama_model_n_layer_nextn(weights.handle))
+    if not count:
         raise InvalidInputError(f"{name} has no next-token layers (MTP); guess with a draft model instead")
+    architecture = weights.metadata.get("general.architecture", "")
+    if architecture not in _DENSE | _EXPERTS or count != 1:
+        raise InvalidInputError(
+            f"{name} has {count} next-token layers of {architecture}: one is known here, of "
+            f"{', '.join(sorted(_DENSE | _EXPERTS))}; guess with a draft model instead"
+        )
+    block = f"blk.{int(lib.llama_model_n_layer(weights.handle))}"
+    needed = (*_NEEDED, *(("ffn_gate_inp",) if architecture in _EXPERTS else ()))
+    missing = [each for each in needed if f"{block}.{each}.weight" not in tensors]
+    if missing:
+        raise InvalidInputError(
+            f"{name} lacks {', '.join(missing)} of its next-token layer; take a file that was converted with "
+            "it, or guess with a draft model"
+        )
     if not memory.has_rows or memory.window is not None:
         raise InvalidInputError(
             f"{name} has a sliding window, or no row for each token: its next-token layers cannot be used "
