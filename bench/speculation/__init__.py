@@ -2,10 +2,10 @@
 
     python -m bench.speculation [MODEL] [--quick] [--threads N] [--streams N] [--only PART] [--cpu] [--server]
 
-MODEL is a file or a name (the default model without it), or `8b`, `small` or `tiny`: a model of that shape
-that needs no network. It is written under PERDURE_HOME when it is first needed (4.5 GB for 8b), computes all
-that a model of its size does, and writes token n + 1 behind token n. So an edit, a misleading text and
-a right guess are known:
+MODEL is a file or a name (the default model without it), or `32b`, `8b`, `small` or `tiny`: a model of that
+shape that needs no network. It is written under PERDURE_HOME when it is first needed (4.5 GB for 8b, 18 GB
+for 32b), computes all that a model of its size does, and writes token n + 1 behind token n. So an edit, a
+misleading text and a right guess are known:
 
     on a GPU, about 3 minutes with the writing:   python -m bench.speculation 8b --quick
     the same in small, on a CPU:                  python -m bench.speculation small --quick --threads 1
@@ -46,7 +46,11 @@ from perdure.request_options import ADAPT
 
 N_CTX = 2048
 _TINY = Shape(layers=4, width=256, inner=768, heads=4, kv_heads=2, vocabulary=8192, type="q8_0")
-_SHAPES = {"8b": EIGHT_BILLION, "small": SMALL, "tiny": _TINY}
+_LARGE = Shape(
+    layers=64, width=5120, inner=25_600, heads=64, kv_heads=8, vocabulary=151_936, type="q4_0", head=128
+)
+_SHAPES = {"32b": _LARGE, "8b": EIGHT_BILLION, "small": SMALL, "tiny": _TINY}
+_NEXT_TOKEN = "next-token layer"
 
 
 def _speed(replies: Sequence[Reply], seconds: float | None) -> float:
@@ -99,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "model", nargs="?", help="a file or a name, `8b`, `small` or `tiny`; else the default model"
+        "model", nargs="?", help="a file or a name, `32b`, `8b`, `small` or `tiny`; else the default model"
     )
     parser.add_argument("--quick", action="store_true", help="3 pairs of short replies")
     parser.add_argument("--threads", type=int)
@@ -108,9 +112,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cpu", action="store_true", help="processor time: for 1 thread on a busy machine")
     parser.add_argument("--server", action="store_true", help="llama-server's own guesses beside them")
     options = parser.parse_args(argv)
+    counts = options.model in _SHAPES
+    if counts and options.only and options.only in _NEXT_TOKEN:
+        _next_token(options)
+        return 0
     path = _written(options.model) if options.model in _SHAPES else options.model
     model = Model(path)
-    counts = options.model in _SHAPES
     prompts = counted(model.n_vocab, options.streams) if counts else texts(options.streams)
     if options.only in "steps":
         _steps(model, options.threads, cpu=options.cpu)
@@ -129,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             with SpeculatingServer(str(model.path), threads=options.threads or 1, n_ctx=N_CTX) as server:
                 _beside(rt, server, prompts, options)
     if counts:
-        _next_token(options, prompts)
+        _next_token(options)
     return 0
 
 
@@ -140,21 +147,20 @@ def _written(name: str, *, next_token: bool = False) -> Path:
     return write(file, replace(_SHAPES[name], counts=True, next_token=next_token))
 
 
-def _next_token(options: argparse.Namespace, prompts: Prompts) -> None:
+def _next_token(options: argparse.Namespace) -> None:
     """Guesses of a model's own next-token layer against the same model without."""
-    titles = {temperature: f"next-token layer, temperature {temperature:g}" for temperature in (0.0, 0.8)}
+    titles = {temperature: f"{_NEXT_TOKEN}, temperature {temperature:g}" for temperature in (0.0, 0.8)}
     if not any(options.only in title for title in titles.values()):
         return
     path = _written(options.model, next_token=True)
+    prompt = list(counted(_SHAPES[options.model].vocabulary, 1).planted)
     shared: dict[str, Any] = {"n_ctx": N_CTX, "slots": 1, "stall": 0.05, "threads": options.threads}
     with perdure.open(path, draft="mtp", **shared) as rt, perdure.open(path, **shared) as plain:
         for temperature, title in titles.items():
 
             def asked(rt: Runtime, speculate: int, temperature: float = temperature) -> list[Reply]:
                 request: dict[str, Any] = {"max_tokens": 96 if options.quick else 256, "ignore_eos": True}
-                stream = rt.submit(
-                    list(prompts.planted), **request, seed=1, temperature=temperature, speculate=speculate
-                )
+                stream = rt.submit(prompt, **request, seed=1, temperature=temperature, speculate=speculate)
                 return [stream.reply()]
 
             if options.only in title:

@@ -12,7 +12,7 @@ from perdure.decode.sequence import TokenSequence
 from perdure.decode.speculation.drafter import Draft, draw_guess
 from perdure.engine.context import Context
 
-GUESSES = 4
+GUESSES = 5
 """Tokens that they write ahead, at most: each takes a small step of its own."""
 
 

@@ -13,6 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from perdure.decode.scheduler import Budget, Chunk, Step
@@ -31,13 +32,18 @@ _SHARE = 0.005
 _START = 1.0
 """Credit of a new stream, in steps."""
 _MORE = 3.0
-"""What it may have besides, in steps: as much as guesses of all streams have saved lately."""
+"""What it may have besides, in steps: as much as guesses of models have saved lately, for all streams. What
+n-grams have saved says little of another text."""
 _LATELY = 0.98
 """What is left of that at the next step with guesses."""
 _MOST = 32.0
 """Credit that a stream can gather, in steps."""
 _WORTH = 1.02
 """How much more a step with guesses must promise."""
+_MODEL = 0.7
+"""How likely a guess of a model is taken to be right before any was."""
+_DEAREST = 7
+"""Guesses of a model for a step, at most."""
 _DOUBTFUL = 0.68
 """Confidence up to which the next drafter is asked too."""
 _LENGTHS = frozenset((1, 2, 3, 5, 7, 11, 15, 23, 31))
@@ -52,6 +58,8 @@ _TRIED = (1, 3, 7, 15, 31)
 """Guesses of those steps."""
 _STAY = 8
 """Steps of one size that are expected to follow each other."""
+_DEAR = 0.02
+"""Of a step: what takes longer than that to guess a token is asked only where that promises to pay off."""
 _UNKNOWN = 0.1
 """What twice as many tokens are taken to cost more, as a part of a step, before that was measured."""
 _MEMORY = 0.9
@@ -189,7 +197,9 @@ class Speculator:
         self._outcomes = Outcomes(_LATELY)
         """Of all streams."""
         self._gain = 0.0
-        """Steps that guesses of all streams have saved lately."""
+        """Steps that guesses of models have saved lately."""
+        self._prices: dict[str, float] = {}
+        """Seconds that a guess of a drafter takes."""
         self._unpaid = 0
         """Steps with guesses in a row that brought less than a token for each stream."""
 
@@ -228,35 +238,33 @@ class Speculator:
     def _adapt(self, chunks: Sequence[Chunk], known: int, room: int) -> None:
         """Guess as far as a step gives more tokens a second by it, and as everybody in it can afford."""
         plain = self._costs.known(known)
-        if plain is None or self._unpaid >= _UNCHECKED:
+        if plain is None or self._unpaid >= _UNCHECKED or room <= 0:
             return
         streams = [self._stream(chunk.sequence, plain) for chunk in chunks]
-        if self._try_out(chunks, known, room):
-            return
-        # What a step costs that is larger than any before is found out by and by.
-        room = min(room, 2 * self._costs.largest - known)
-        if room <= 0:
-            return
         credit = min(stream.credit for stream in streams)
-        if self._costs.seconds(known + 1) - plain > credit:
+        if self._costs.seconds(known + 1) - plain > credit and not self._has_untried(chunks, known):
             return
         drafts: dict[Chunk, Draft] = {}
         chances: list[tuple[float, int, Chunk]] = []
         for at, (chunk, stream) in enumerate(zip(chunks, streams, strict=True)):
-            draft = self._ask(chunk, min(MAX_GUESSES, room))
+            pays = _Pays(self, stream, known, len(chunks))
+            draft = self._ask(chunk, min(MAX_GUESSES, room), pays)
             if draft is None:
                 continue
             drafts[chunk] = draft
-            expected = self._outcomes.chance(draft.source, draft.confidence)
-            chance, each = 1.0, stream.outcomes.chance(draft.source, expected)
+            chance, each = 1.0, self._chance(stream, draft.source, draft.confidence)
             for _ in draft.tokens:
                 chance *= each
                 chances.append((-chance, at, chunk))
+        if len(chunks) == 1 and self._try_out(chunks[0], drafts.get(chunks[0]), known):
+            return
+        # What a step costs that is larger than any before is found out by and by.
+        room = min(room, 2 * self._costs.largest - known)
         # The likeliest first: of one stream they fall from guess to guess.
         chances.sort(key=lambda entry: entry[:2])
         tokens, count = float(len(chunks)), 0
         best = tokens / (plain + self._costs.change(known)) * _WORTH
-        for at, (minus, _, _) in enumerate(chances[:room], 1):
+        for at, (minus, _, _) in enumerate(chances[: max(0, room)], 1):
             tokens -= minus
             if at not in _LENGTHS:
                 continue
@@ -273,28 +281,34 @@ class Speculator:
             chunk.draft = drafts[chunk].tokens[:length]
             self._sources[chunk] = drafts[chunk].source
 
-    def _try_out(self, chunks: Sequence[Chunk], known: int, room: int) -> bool:
+    def _chance(self, stream: _Stream, source: str, expected: float) -> float:
+        """That a token is right that a drafter guesses for a stream, whose forerunners are."""
+        return stream.outcomes.chance(source, self._outcomes.chance(source, expected))
+
+    def _has_untried(self, chunks: Sequence[Chunk], known: int) -> bool:
+        """Whether there are sizes that the engine has still to prepare, and this may be a step of one."""
+        return (
+            self._prepares
+            and len(chunks) == 1
+            and any(self._costs.tries(known + count) < _TRIES for count in _TRIED)
+        )
+
+    def _try_out(self, chunk: Chunk, draft: Draft | None, known: int) -> bool:
         """Whether this step is one of a size that the engine has still to prepare."""
-        if not self._prepares or len(chunks) != 1:
+        if not self._prepares or draft is None:
             return False
-        [chunk] = chunks
         for count in _TRIED:
-            if count > room or self._costs.tries(known + count) >= _TRIES:
-                continue
-            draft = self._ask(chunk, count)
-            if draft is None or len(draft.tokens) < count:
-                return False
-            chunk.draft = draft.tokens
-            self._sources[chunk] = draft.source
-            self._trying = True
-            return True
+            if count <= len(draft.tokens) and self._costs.tries(known + count) < _TRIES:
+                chunk.draft = draft.tokens[:count]
+                self._sources[chunk] = draft.source
+                self._trying = True
+                return True
         return False
 
     def observe(self, step: Step, seconds: float) -> None:
         """Learn from a step that was computed and drawn from in so many seconds."""
         if len(step) >= FULL:
             return
-        seconds += self._asking
         known = guesses = 0
         for chunk in step:
             if chunk.is_prompt:
@@ -310,7 +324,7 @@ class Speculator:
             self._unpaid += 1
         plain = self._costs.known(known)
         if plain is not None:
-            took = self._costs.believed(known + guesses, seconds)
+            took = self._costs.believed(known + guesses, seconds) + self._asking
             for chunk in step:
                 # A guess that was not used has cost its time too, and going back to steps without may.
                 told = guesses > 0 or self._guessed
@@ -324,10 +338,10 @@ class Speculator:
                 if (source := self._sources.get(chunk)) is not None:
                     stream.outcomes.add(source, len(chunk.draft), chunk.agreed)
                     self._outcomes.add(source, len(chunk.draft), chunk.agreed)
-                    if not self._trying:
+                    if not self._trying and self._prices.get(source, 0.0) > _DEAR * plain:
                         self._gain = self._gain * _LATELY + saved / plain
         self._guessed = guesses > 0
-        self._costs.observe(known + guesses, seconds if guesses else seconds - self._asking)
+        self._costs.observe(known + guesses, seconds)
 
     def forget(self, sequence: TokenSequence) -> None:
         """A sequence has ended."""
@@ -349,7 +363,7 @@ class Speculator:
             stream = self._streams[sequence] = _Stream((_START + more) * plain)
         return stream
 
-    def _ask(self, chunk: Chunk, count: int) -> Draft | None:
+    def _ask(self, chunk: Chunk, count: int, pays: _Pays | None = None) -> Draft | None:
         """The guess of the first drafter that has a good one; else the first."""
         sequence = chunk.sequence
         # The last token that may be written is drawn, never guessed; and the cache has room for so many.
@@ -358,23 +372,62 @@ class Speculator:
             return None
         started = self._clock()
         try:
-            return self._first_guess(sequence, count)
+            return self._first_guess(sequence, count, pays)
         finally:
             self._asking += self._clock() - started
 
-    def _first_guess(self, sequence: TokenSequence, count: int) -> Draft | None:
+    def _first_guess(self, sequence: TokenSequence, count: int, pays: _Pays | None) -> Draft | None:
         doubtful: Draft | None = None
         for drafter in list(self._drafters):
+            most = count if pays is None else min(count, pays.guesses(drafter.name))
+            if most < 1:
+                continue
+            started = self._clock()
             try:
-                draft = drafter.draft(sequence, count)
+                draft = drafter.draft(sequence, most)
             except Exception:
                 # A guess that fails costs nobody a reply.
                 log.exception("the drafter %s failed; it is not asked again", drafter.name)
                 self._drafters.remove(drafter)
                 continue
             if draft is not None and len(draft.tokens) and math.isfinite(draft.confidence):
-                draft = draft._replace(tokens=draft.tokens[:count])
+                draft = draft._replace(tokens=draft.tokens[:most])
+                price = (self._clock() - started) / len(draft.tokens)
+                before = self._prices.get(draft.source, price)
+                self._prices[draft.source] = before + _SLOWER * (min(price, 2 * before) - before)
                 if draft.confidence > _DOUBTFUL:
                     return draft
                 doubtful = doubtful or draft
         return doubtful
+
+    def guesses_that_pay(self, source: str, stream: _Stream, known: int, streams: int) -> int:
+        """How many guesses of a drafter are worth to be asked for, before anything is known of them."""
+        plain, price = self._costs.seconds(known), self._prices.get(source, 0.0)
+        if price <= _DEAR * plain:
+            return MAX_GUESSES
+        if price > stream.credit:
+            return 0
+        chance = self._chance(stream, source, _MODEL)
+        tokens, right, count, best = 1.0, 1.0, 0, _WORTH / plain
+        for at in range(1, _DEAREST + 1):
+            right *= chance
+            tokens += right
+            rate = tokens / (self._costs.seconds(known + at * streams) + at * streams * price)
+            if at in _LENGTHS and rate > best:
+                best, count = rate, at
+        if not count and stream.credit >= _START * plain:
+            # Now and then it is tried all the same: the text may have changed.
+            return 1
+        return count
+
+
+class _Pays(NamedTuple):
+    """Whom a drafter is asked for, to tell how many of its guesses pay off."""
+
+    speculator: Speculator
+    stream: _Stream
+    known: int
+    streams: int
+
+    def guesses(self, source: str) -> int:
+        return self.speculator.guesses_that_pay(source, self.stream, self.known, self.streams)

@@ -21,13 +21,15 @@ from perdure.engine.key_values import Rope
 from perdure.engine.llama.core import LlamaCore
 from perdure.engine.llama.native import library
 from perdure.engine.llama.weights import Weights
-from perdure.errors import InvalidInputError
+from perdure.errors import EngineError, InvalidInputError
 from perdure.memory import FullAttention, MemorySpec
 
 _LAYERS = 1
 """The library's number for a context of the next-token layers alone."""
-_KEPT = 64
+_RECENT = 64
 """Hidden states of a sequence that are kept: the last tokens may be cut back by fewer."""
+_UNREAD = 32
+"""Tokens that the layers leave for later, at most."""
 _SIZE = 8
 """Bytes that say how long the model's part of a whole state is."""
 
@@ -89,9 +91,9 @@ class _LayerCore(LlamaCore):
         self._hidden_address = self._lib.quick("llama_get_embeddings_nextn_ith")
         self._lib.llama_set_embeddings_nextn(self._context, True, True)
 
-    def hidden_behind(self) -> Floats:
-        """The hidden state behind the only token of the last step."""
-        return _hidden_at(self._hidden_address(self._context, 0), self.width)
+    def hidden_behind(self, index: int) -> Floats:
+        """The hidden state behind a token of the last step whose row was asked for."""
+        return _hidden_at(self._hidden_address(self._context, index), self.width)
 
 
 class _ModelCore(LlamaCore):
@@ -116,11 +118,37 @@ class _ModelCore(LlamaCore):
         return _LayerCore(weights, params)
 
 
+class _Unread:
+    """Tokens of a sequence that the layers have still to read, from a position on, and what goes in beside
+    them."""
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+        self.tokens: list[int] = []
+        self._inputs: list[Floats] = []
+
+    def add(self, tokens: NDArray[np.int32], inputs: Floats) -> None:
+        self.tokens += tokens.tolist()
+        self._inputs.append(inputs)
+
+    def inputs(self) -> Floats:
+        return np.concatenate(self._inputs)
+
+    def cut(self, length: int) -> None:
+        """Drop what is at positions from `length` on."""
+        keep = max(0, length - self.start)
+        if keep < len(self.tokens):
+            self._inputs = [self.inputs()[:keep]]
+            del self.tokens[keep:]
+
+
 class NextTokenCore:
     """A model's context, and its next-token layers that follow it.
 
-    Always holds: after each call both have the same positions of every sequence. The first token behind a
-    state that was put back has no hidden state before it: zeros stand for that one.
+    Always holds: what the layers have of a sequence, with the tokens that they have still to read, is what
+    the model has. They read a few tokens together, or when somebody asks for their part: a step of one token
+    takes them as long as one of many. The first token behind a state that was put back has no hidden state
+    before it: zeros stand for that one.
     """
 
     def __init__(self, weights: Weights, params: Any, memory: MemorySpec, **options: Any) -> None:
@@ -134,73 +162,102 @@ class NextTokenCore:
         self.width = self.model.width
         self.n_ctx_seq = self.model.n_ctx_seq
         self._batch = Batch(params.n_batch)
-        self._one = Batch(1)
-        self._kept: dict[int, tuple[int, Floats]] = {}
+        self._most = min(_UNREAD, params.n_batch - 1)
+        self._unread: dict[int, _Unread] = {}
+        self._recent: dict[int, tuple[int, Floats]] = {}
         """By sequence, its last hidden states, and the position of the first of these."""
 
     # Computing.
 
     def decode(self, batch: Batch) -> Outcome:
         outcome = self.model.decode(batch)
-        return self._read_on(batch) if outcome is Outcome.DONE else outcome
-
-    def _read_on(self, batch: Batch) -> Outcome:
-        """Have the layers read what the model has just read."""
-        size, ours = batch.size, self._batch
-        ours.size = size
-        ours.tokens[:size] = batch.tokens[:size]
-        ours.positions[:size] = batch.positions[:size]
-        ours.seqs[:size] = batch.seqs[:size]
+        if outcome is not Outcome.DONE:
+            return outcome
+        size = batch.size
         states = self.model.hidden_states(size)
-        self.layers.inputs[1:size] = states[:-1]
         starts = [0, *(np.flatnonzero(np.diff(batch.seqs[:size])) + 1).tolist()]
-        for start in starts:
-            before = self._state_before(int(batch.seqs[start]), int(batch.positions[start]))
-            self.layers.inputs[start] = 0.0 if before is None else before
-        outcome = self.layers.decode(ours)
-        if outcome is Outcome.DONE:
-            for start, end in zip(starts, [*starts[1:], size], strict=True):
-                self._keep(int(batch.seqs[start]), int(batch.positions[start]), states[start:end])
-        return outcome
+        for start, end in zip(starts, [*starts[1:], size], strict=True):
+            seq, position = int(batch.seqs[start]), int(batch.positions[start])
+            before = self._state_before(seq, position)
+            first = np.zeros((1, self.width), np.float32) if before is None else before[None]
+            inputs = np.concatenate([first, states[start : end - 1]])
+            self._recall(seq, position, states[start:end])
+            unread = self._unread.setdefault(seq, _Unread(position))
+            unread.add(batch.tokens[start:end], inputs)
+            if len(unread.tokens) > self._most and (outcome := self._read(seq)) is not Outcome.DONE:
+                return outcome
+        return Outcome.DONE
+
+    def _read(self, seq: int, token: int | None = None) -> Outcome:
+        """Have the layers read what they have not of `seq`; and `token` behind it, with a row for that."""
+        unread = self._unread.get(seq)
+        position = self.newest(seq) + 1 if unread is None else unread.start
+        tokens: list[int] = [] if unread is None else unread.tokens
+        inputs = np.empty((0, self.width), np.float32) if unread is None else unread.inputs()
+        if token is not None:
+            state = self._state_before(seq, self.newest(seq) + 1)
+            assert state is not None
+            tokens, inputs = [*tokens, token], np.concatenate([inputs, state[None]])
+        batch = self._batch
+        for at in range(0, len(tokens), batch.capacity):
+            part = tokens[at : at + batch.capacity]
+            rows = np.zeros(len(part), np.int8)
+            if token is not None and at + len(part) == len(tokens):
+                rows[-1] = 1
+            self.layers.inputs[: len(part)] = inputs[at : at + len(part)]
+            batch.fill([BatchPart(seq, position + at, np.array(part, np.int32), rows)])
+            if (outcome := self.layers.decode(batch)) is not Outcome.DONE:
+                self.layers.remove(seq, position)
+                return outcome
+        self._unread.pop(seq, None)
+        return Outcome.DONE
+
+    def _catch_up(self, seq: int) -> None:
+        """Have the layers read what they have not: their part of the state is asked for."""
+        if (outcome := self._read(seq)) is not Outcome.DONE:
+            raise EngineError(f"the next-token layers could not read sequence {seq} ({outcome.value})")
 
     def _state_before(self, seq: int, position: int) -> Floats | None:
         """The hidden state of the token before a position; None where it is not there."""
-        first, states = self._kept.get(seq, (position, ()))
+        first, states = self._recent.get(seq, (position, ()))
         place = position - 1 - first
         return states[place] if 0 <= place < len(states) else None
 
-    def _keep(self, seq: int, position: int, states: Floats) -> None:
-        first, before = self._kept.get(seq, (position, states[:0]))
+    def _recall(self, seq: int, position: int, states: Floats) -> None:
+        """Keep the hidden states from a position on: the last tokens may be cut back."""
+        first, before = self._recent.get(seq, (position, states[:0]))
         if first <= position <= first + len(before):
             states = np.concatenate([before[: position - first], states])
             position = first
-        dropped = max(0, len(states) - _KEPT)
-        self._kept[seq] = position + dropped, states[dropped:].copy()
+        dropped = max(0, len(states) - _RECENT)
+        self._recent[seq] = position + dropped, states[dropped:].copy()
 
     def guess(self, seq: int, token: int, draw: Callable[[Floats, int], int], count: int) -> list[int]:
         """At most `count` tokens that the layers expect behind `token`, the next one of `seq`. `draw` takes a
         row and the position of the token that is to be drawn from it."""
         start = position = self.newest(seq) + 1
-        state = self._state_before(seq, position)
         guesses: list[int] = []
-        if state is None:
+        if self._state_before(seq, position) is None:
             return guesses
         try:
-            while True:
-                self.layers.inputs[0] = state
-                self._one.fill([BatchPart(seq, position, np.array([token], np.int32), np.ones(1, np.int8))])
-                if self.layers.decode(self._one) is not Outcome.DONE:
-                    return guesses
+            outcome = self._read(seq, token)
+            while outcome is Outcome.DONE:
                 position += 1
-                token = draw(self.layers.row(0), position)
+                row = self._batch.size - 1
+                token = draw(self.layers.row(row), position)
                 guesses.append(token)
                 if len(guesses) == count:
-                    return guesses
-                state = self.layers.hidden_behind()
+                    break
+                self.layers.inputs[0] = self.layers.hidden_behind(row)
+                self._batch.fill_tokens([seq], [position], [token])
+                outcome = self.layers.decode(self._batch)
+            return guesses
         finally:
             self.layers.remove(seq, start)
 
     def adapt(self, adapters: Mapping[Adapter, float]) -> bool:
+        for seq in list(self._unread):
+            self._catch_up(seq)
         return self.model.adapt(adapters) and self.layers.adapt(adapters)
 
     # Both caches.
@@ -208,39 +265,57 @@ class NextTokenCore:
     def remove(self, seq: int, start: int) -> None:
         self.model.remove(seq, start)
         # Where the model could not do that, or dropped more, they go as far.
-        self.layers.remove(seq, self.model.newest(seq) + 1)
+        self._cut_layers(seq, self.model.newest(seq) + 1)
+
+    def _cut_layers(self, seq: int, length: int) -> None:
+        unread = self._unread.get(seq)
+        if unread is not None:
+            unread.cut(length)
+            if not unread.tokens:
+                del self._unread[seq]
+        if unread is None or length < unread.start:
+            self.layers.remove(seq, length)
+
+    def _replaced(self, seq: int) -> None:
+        """Another state is in the place of what `seq` was."""
+        self._unread.pop(seq, None)
+        self._recent.pop(seq, None)
 
     def copy(self, src: int, dst: int) -> None:
+        self._catch_up(src)
+        self._replaced(dst)
         self.model.copy(src, dst)
         self.layers.copy(src, dst)
-        self._kept.pop(dst, None)
-        if src in self._kept:
-            self._kept[dst] = self._kept[src]
+        if src in self._recent:
+            self._recent[dst] = self._recent[src]
 
     def clear(self) -> None:
         self.model.clear()
         self.layers.clear()
-        self._kept.clear()
+        self._unread.clear()
+        self._recent.clear()
 
     def read(self, seq: int, *, partial: bool) -> NDArray[np.uint8]:
-        first = self.model.read(seq, partial=partial)
         if partial:
-            return first
+            return self.model.read(seq, partial=True)
+        self._catch_up(seq)
+        first = self.model.read(seq, partial=False)
         size = np.frombuffer(len(first).to_bytes(_SIZE, "little"), np.uint8)
         return np.concatenate([size, first, self.layers.read(seq, partial=False)])
 
     def write(self, seq: int, state: NDArray[np.uint8], *, partial: bool) -> bool:
-        self._kept.pop(seq, None)
         if partial:
             good = self.model.write(seq, state, partial=True)
-            self.layers.remove(seq, self.model.newest(seq) + 1)
+            self._cut_layers(seq, self.model.newest(seq) + 1)
             return good
+        self._replaced(seq)
         end = _SIZE + int.from_bytes(state[:_SIZE].tobytes(), "little")
         return self.model.write(seq, state[_SIZE:end], partial=False) and self.layers.write(
             seq, state[end:], partial=False
         )
 
     def capture(self, seq: int) -> Capture:
+        self._catch_up(seq)
         model, layers = self.model.capture(seq), self.layers.capture(seq)
         if model.rows is None or layers.rows is None:
             return Capture(None, self.read(seq, partial=False))
@@ -249,13 +324,13 @@ class NextTokenCore:
     def assemble(self, seq: int, pieces: Sequence[NDArray[np.uint8]], rest: NDArray[np.uint8] | None) -> bool:
         if not pieces:
             return rest is not None and self.write(seq, rest, partial=False)
-        self._kept.pop(seq, None)
+        self._replaced(seq)
         width = self.model.row_bytes(seq)
-        return self.model.assemble(
-            seq, [piece[:, :width] for piece in pieces], rest
-        ) and self.layers.assemble(seq, [piece[:, width:] for piece in pieces], None)
+        ours, theirs = ([piece[:, part] for piece in pieces] for part in (slice(width), slice(width, None)))
+        return self.model.assemble(seq, ours, rest) and self.layers.assemble(seq, theirs, None)
 
     def row_bytes(self, seq: int) -> int | None:
+        self._catch_up(seq)
         model, layers = self.model.row_bytes(seq), self.layers.row_bytes(seq)
         return None if model is None or layers is None else model + layers
 
@@ -272,11 +347,9 @@ class NextTokenCore:
 
     def stop(self) -> None:
         self.model.stop()
-        self.layers.stop()
 
     def rearm(self) -> None:
         self.model.rearm()
-        self.layers.rearm()
 
     def close(self) -> None:
         self.layers.close()
