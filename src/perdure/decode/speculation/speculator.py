@@ -42,7 +42,7 @@ _WORTH = 1.02
 """How much more a step with guesses must promise."""
 _MODEL = 0.7
 """How likely a guess of a model is taken to be right before any was."""
-_DEAREST = 7
+_DEAREST = 5
 """Guesses of a model for a step, at most."""
 _DOUBTFUL = 0.68
 """Confidence up to which the next drafter is asked too."""
@@ -136,6 +136,35 @@ class StepCosts:
         return low + part * max(0.0, self._seconds[above] - low)
 
 
+class Prices:
+    """How long a guess of each drafter takes, as measured.
+
+    The first ones say nothing where an engine prepares what it computes: of these the fastest counts.
+    """
+
+    def __init__(self, tries: int) -> None:
+        self._tries = tries
+        self._seconds: dict[str, float] = {}
+        self._counts: dict[str, int] = {}
+
+    def price(self, source: str) -> float:
+        """Seconds of a guess; 0 where none is known."""
+        return self._seconds.get(source, 0.0) if self._counts.get(source, 0) >= self._tries else 0.0
+
+    def believed(self, source: str, guesses: int, seconds: float) -> float:
+        """Learn what a draft took; what of it is held against it."""
+        each, count = seconds / guesses, self._counts.get(source, 0) + 1
+        self._counts[source] = count
+        before = self._seconds.get(source, each)
+        if count <= self._tries:
+            self._seconds[source] = each if count == 1 else min(before, each)
+            return 0.0 if self._tries > 1 else seconds
+        self._seconds[source] = before + (_SLOWER if each > before else _FASTER) * (
+            min(each, 2 * before) - before
+        )
+        return min(seconds, 2 * before * guesses)
+
+
 class Outcomes:
     """How many guesses were right, by drafter, and how many were the first wrong one. The last ones count
     most."""
@@ -198,8 +227,7 @@ class Speculator:
         """Of all streams."""
         self._gain = 0.0
         """Steps that guesses of models have saved lately."""
-        self._prices: dict[str, float] = {}
-        """Seconds that a guess of a drafter takes."""
+        self._prices = Prices(_TRIES if prepares else 1)
         self._unpaid = 0
         """Steps with guesses in a row that brought less than a token for each stream."""
 
@@ -338,7 +366,7 @@ class Speculator:
                 if (source := self._sources.get(chunk)) is not None:
                     stream.outcomes.add(source, len(chunk.draft), chunk.agreed)
                     self._outcomes.add(source, len(chunk.draft), chunk.agreed)
-                    if not self._trying and self._prices.get(source, 0.0) > _DEAR * plain:
+                    if not self._trying and self._prices.price(source) > _DEAR * plain:
                         self._gain = self._gain * _LATELY + saved / plain
         self._guessed = guesses > 0
         self._costs.observe(known + guesses, seconds)
@@ -370,11 +398,7 @@ class Speculator:
         count = min(count, sequence.room - 1, self._n_ctx - len(sequence.tokens))
         if count < 1:
             return None
-        started = self._clock()
-        try:
-            return self._first_guess(sequence, count, pays)
-        finally:
-            self._asking += self._clock() - started
+        return self._first_guess(sequence, count, pays)
 
     def _first_guess(self, sequence: TokenSequence, count: int, pays: _Pays | None) -> Draft | None:
         doubtful: Draft | None = None
@@ -390,11 +414,12 @@ class Speculator:
                 log.exception("the drafter %s failed; it is not asked again", drafter.name)
                 self._drafters.remove(drafter)
                 continue
-            if draft is not None and len(draft.tokens) and math.isfinite(draft.confidence):
+            took = self._clock() - started
+            if draft is None or not len(draft.tokens) or not math.isfinite(draft.confidence):
+                self._asking += took
+            else:
                 draft = draft._replace(tokens=draft.tokens[:most])
-                price = (self._clock() - started) / len(draft.tokens)
-                before = self._prices.get(draft.source, price)
-                self._prices[draft.source] = before + _SLOWER * (min(price, 2 * before) - before)
+                self._asking += self._prices.believed(draft.source, len(draft.tokens), took)
                 if draft.confidence > _DOUBTFUL:
                     return draft
                 doubtful = doubtful or draft
@@ -402,11 +427,15 @@ class Speculator:
 
     def guesses_that_pay(self, source: str, stream: _Stream, known: int, streams: int) -> int:
         """How many guesses of a drafter are worth to be asked for, before anything is known of them."""
-        plain, price = self._costs.seconds(known), self._prices.get(source, 0.0)
+        plain, price = self._costs.seconds(known), self._prices.price(source)
         if price <= _DEAR * plain:
             return MAX_GUESSES
         if price > stream.credit:
             return 0
+        if self._prepares and streams == 1:
+            for count in _TRIED:
+                if count <= _DEAREST and self._costs.tries(known + count) < _TRIES:
+                    return count
         chance = self._chance(stream, source, _MODEL)
         tokens, right, count, best = 1.0, 1.0, 0, _WORTH / plain
         for at in range(1, _DEAREST + 1):
