@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import sys
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +36,19 @@ def _counting(function: Any, calls: Calls) -> Any:
         return function(*args, **keywords)
 
     return counted
+
+
+def size_of(value: object) -> int:
+    """Bytes of all that `value` leads to, wherever it keeps it: what grows for ever is seen here."""
+    outside = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
+    seen: dict[int, object] = {}
+    left = [value]
+    while left:
+        each = left.pop()
+        if id(each) not in seen and not isinstance(each, outside):
+            seen[id(each)] = each
+            left.extend(gc.get_referents(each))
+    return sum(map(sys.getsizeof, seen.values()))
 
 
 @dataclass

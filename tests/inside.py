@@ -10,10 +10,7 @@ from perdure import Model, Runtime
 from perdure.backend import LocalBackend
 from perdure.cache.block import BlockId
 from perdure.cache.tiers.memory import MemoryTier
-from perdure.decode.embedding import EmbeddingQueue
 from perdure.decode.engine_loop import EngineLoop
-from perdure.decode.executor import Executor
-from perdure.decode.scheduler import PrefillPacer
 from perdure.decode.sequence import SequenceGroup
 from perdure.engine.context import Context
 from perdure.engine.contract import Core
@@ -41,37 +38,22 @@ def nodes_of(tier: MemoryTier) -> Mapping[BlockId, Any]:
     return tier._nodes
 
 
-def executor_of(loop: EngineLoop) -> Executor:
-    return loop._executor
-
-
-def pacer_of(loop: EngineLoop) -> PrefillPacer:
-    """What decides how long a chunk of a prompt is: a test tells it how fast the engine is."""
-    return loop._pacer
-
-
 def active_in(loop: EngineLoop) -> Collection[SequenceGroup]:
     """The requests that have slots."""
     return loop._active
 
 
-def embeddings_of(rt: Runtime) -> EmbeddingQueue:
-    return inside(rt)._embeddings
+def due_in_quiet(loop: EngineLoop) -> int:
+    """How much waits for a moment without requests."""
+    return len(loop._in_quiet)
 
 
 def embedder_of(rt: Runtime) -> Embedder:
     """The context of a runtime that makes vectors. It is opened with the first text."""
-    embedder = embeddings_of(rt)._embedder
+    embedder = inside(rt).embeddings._embedder
     assert embedder is not None
     return embedder
 
 
 def thread_of(loop: EngineLoop) -> threading.Thread:
     return loop._thread
-
-
-def at_hand(rt: Runtime) -> tuple[int, int]:
-    """How many sessions a runtime has at hand, and how many bytes these take."""
-    sessions = rt.sessions
-    assert sessions._at_hand.keys() == sessions._origin_bytes.keys()
-    return len(sessions._at_hand), sessions._bytes_at_hand

@@ -29,7 +29,7 @@ def test_a_compiler_that_is_there_is_enough(tmp_path: Path, monkeypatch: pytest.
     target = tmp_path / "made.so"
     target.write_bytes(b"the one before")
     compile_part(ROOT, target)
-    assert ctypes.CDLL(str(target)).perdure_row_kernels_version() == row_kernels._VERSION
+    assert ctypes.CDLL(str(target)).perdure_row_kernels_version() == row_kernels.VERSION
     assert [each.name for each in tmp_path.iterdir()] == ["made.so"]
 
 
@@ -56,5 +56,5 @@ def test_a_compile_that_fails_says_with_what_and_why(tmp_path: Path, monkeypatch
 
 
 def test_a_wheel_says_for_which_machines_it_is() -> None:
-    kinds = build_hook._platform().split(".")
+    kinds = build_hook.platform_tags().split(".")
     assert all(kind.startswith(("manylinux", "musllinux", "macosx", "win")) for kind in kinds)

@@ -1,4 +1,5 @@
-"""Layers do not import upwards, files do not import each other in circles, folders stay small."""
+"""Layers do not import upwards, files do not import each other in circles, folders stay small, and tests
+look inside in few places."""
 
 from __future__ import annotations
 
@@ -263,3 +264,27 @@ def test_no_folder_has_more_modules_side_by_side_than_can_be_taken_in(folder: st
             continue
         modules = [file.name for file in each.glob("*.py") if not file.name.startswith("__")]
         assert len(modules) <= MANY, f"{each}: make a package of those that belong together"
+
+
+# What is written like a private part, and is documented for everybody.
+_DOCUMENTED = {"_exit", "_fields_", "_replace", "_request_id"}
+
+
+def private_reads(source: str) -> list[str]:
+    """Reads of private attributes of something else than `self`."""
+    return [
+        ast.unparse(node)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute)
+        and node.attr.startswith("_")
+        and not node.attr.startswith("__")
+        and node.attr not in _DOCUMENTED
+        and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
+    ]
+
+
+def test_tests_look_inside_in_few_places() -> None:
+    files = sorted(Path(__file__).parent.rglob("*.py"))
+    found = [f"{file.name}: {each}" for file in files for each in private_reads(file.read_text("utf-8"))]
+    assert len(found) <= 40, found
+    assert private_reads("self._a, rt._b, cls._c, os._exit") == ["rt._b"]

@@ -144,6 +144,7 @@ def test_the_config_file_has_every_sampling_setting_with_its_help() -> None:
 
 def test_the_page_of_options_is_what_the_definitions_say() -> None:
     assert option_tables.PAGE.read_text(encoding="utf-8") == option_tables.text(), "run `make api`"
+    assert option_tables.SECURITY.read_text(encoding="utf-8") == option_tables.security(), "run `make api`"
 
 
 def test_a_sampling_setting_stands_in_few_files() -> None:

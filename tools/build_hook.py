@@ -43,7 +43,7 @@ class CompilePart(BuildHookInterface[Any]):
         compile_part(root, root / _FOLDER / "librow_kernels.so")
         build_data["artifacts"].append(f"{_FOLDER}/librow_kernels.so")
         build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-{_platform()}"
+        build_data["tag"] = f"py3-none-{platform_tags()}"
 
 
 def compile_part(root: Path, target: Path) -> None:
@@ -74,7 +74,7 @@ def _run(compiler: list[str], root: Path, target: Path, *, check: bool = False) 
     return done.returncode == 0
 
 
-def _platform() -> str:
+def platform_tags() -> str:
     """The tag of machines where the result runs: on Linux, of any C library."""
     machine = sysconfig.get_platform().replace("-", "_").replace(".", "_")
     if machine.startswith("linux_"):

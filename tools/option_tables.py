@@ -1,4 +1,5 @@
-"""Writes docs/options.md: every option, and every field of every request with its bounds.
+"""Writes docs/options.md: every option, and every field of every request with its bounds; and, into
+docs/security.md, the fields that have a bound of their own in bytes or items.
 
 `make api` runs it; a test compares the page with what it would write.
 """
@@ -16,6 +17,9 @@ from perdure.server.app import request_schemas
 from perdure.server.core.schemas import RequestSchema, SamplingSchema
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
+SECURITY = PAGE.with_name("security.md")
+MARKS = "<!-- fields -->\n", "<!-- end of fields -->\n"
+"""What the table of docs/security.md stands between."""
 TABLES: Mapping[str, type] = {
     "How tokens are drawn": Sampling,
     "How a reply is made": RequestOptions,
@@ -57,6 +61,23 @@ def text() -> str:
         named = ", ".join(f"`{path}`" for path in paths)
         parts.append(f"\n### {named}\n{_table(own)}")
     return "".join(parts)
+
+
+def security() -> str:
+    """docs/security.md with the table of the fields that are bounded in size."""
+    found: dict[tuple[str, str], list[str]] = {}
+    count = 0
+    for request, paths in request_schemas().items():
+        for name, what in _fields(request).items():
+            count += 1
+            if "at most" in what:
+                found.setdefault((name, what), []).append(f"`{paths[0]}`")
+    lines = "".join(
+        f"| `{name}` | {what} | {', '.join(paths)} |\n" for (name, what), paths in sorted(found.items())
+    )
+    table = f"Of {count} fields these have a bound of their own:\n\n| field | bound | of |\n|---|---|---|\n"
+    before, _, rest = SECURITY.read_text(encoding="utf-8").partition(MARKS[0])
+    return f"{before}{MARKS[0]}{table}{lines}{MARKS[1]}{rest.partition(MARKS[1])[2]}"
 
 
 def _table(fields: Mapping[str, str]) -> str:
@@ -136,3 +157,4 @@ def _number(value: float) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(text(), encoding="utf-8")
+    SECURITY.write_text(security(), encoding="utf-8")

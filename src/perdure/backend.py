@@ -115,7 +115,7 @@ class Backend(Protocol):
         """Queue a request. What is wrong with it is raised here."""
         ...
 
-    def embed(self, texts: Sequence[Tokens]) -> EmbeddingFuture:
+    def embed(self, texts: Sequence[Tokens], adapters: Scales | None = None) -> EmbeddingFuture:
         """Have vectors made of texts. Cancelling the future ends that."""
         ...
 
@@ -233,9 +233,10 @@ class LocalBackend:
                 self.engine_loop.call(self.context.prepare)
             # Not opened before somebody asks for it: it has a memory of its own.
             alike = {name: value for name, value in context.items() if name in _ALIKE}
-            self._embeddings = EmbeddingQueue(
+            self.embeddings = EmbeddingQueue(
                 lambda: model.embedder(n_ctx=n_ctx, **alike),
                 self.engine_loop.post,
+                choose=self.adapters.choose,
                 replying=lambda: self.load[1] > 0,
                 limit=queue,
             )
@@ -246,6 +247,7 @@ class LocalBackend:
                 choose=self.adapters.choose,
                 call=self.engine_loop.call,
                 post=self.engine_loop.post,
+                post_in_quiet=self.engine_loop.post_in_quiet,
                 look=self.engine_loop.look,
                 before_long_steps=self.engine_loop.before_long_steps,
             )
@@ -266,12 +268,12 @@ class LocalBackend:
     def submit(self, request: Request) -> OutputQueue:
         return self.engine_loop.submit(request)
 
-    def embed(self, texts: Sequence[Tokens]) -> EmbeddingFuture:
+    def embed(self, texts: Sequence[Tokens], adapters: Scales | None = None) -> EmbeddingFuture:
         self.engine_loop.check_thread()
-        return self._embeddings.submit(texts)
+        return self.embeddings.submit(texts, adapters)
 
     def embedding_width(self) -> int:
-        return self._embeddings.width
+        return self.embeddings.width
 
     def close(self) -> None:
         """End what is running as cancelled, and give everything back."""
@@ -285,7 +287,7 @@ class LocalBackend:
             for tier in self.slot_cache.tiers.lower:
                 ending.callback(tier.close)
             ending.callback(self.context.close)
-            ending.callback(self._embeddings.close)
+            ending.callback(self.embeddings.close)
             if self.slot_cache.tiers.lower and not self.context.closed:
                 self.slot_cache.store_all()
 

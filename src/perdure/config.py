@@ -125,6 +125,13 @@ SETTINGS = (
         "layers whose experts the CPU computes: a number, all, or auto for as few as must",
         ("all", "auto"),
     ),
+    Setting("lora", list, "LoRAs for every reply, each as FILE or FILE:SCALE"),
+    Setting(
+        "control_vector",
+        list,
+        "control vectors for every reply, each as FILE, FILE:SCALE or FILE@FIRST-LAST:SCALE",
+    ),
+    Setting("adapter", list, "adapters that clients of the server may name: NAME=FILE or NAME=FILE:SCALE"),
     Setting("alias", list, "further names of the server's model"),
     Setting("allow_host", list, "further host names of the server"),
     Setting("cors", list, "sites whose pages may use the server"),

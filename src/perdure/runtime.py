@@ -26,7 +26,7 @@ from perdure.decode.embedding import EmbeddingFuture, Embeddings, RankedText, cu
 from perdure.decode.infill import InfillTokens, no_infill
 from perdure.decode.request import Delta, Reply, Request, RequestKeywords, check_prompt_size
 from perdure.decode.stream import Stream, one_request, result_of, submitted
-from perdure.engine.adapters import absolute_scales
+from perdure.engine.adapters import Scales, absolute_scales
 from perdure.engine.contract import Tokenizer, Tokens
 from perdure.errors import InvalidInputError, TokenError
 from perdure.events.event import Observer
@@ -297,15 +297,17 @@ class Runtime(Closing):
         *,
         prefix: str = "",
         dimensions: int | None = None,
+        adapters: Scales | None = None,
     ) -> Embeddings:
         """The vectors of texts, or of one: each given as text or as token ids.
 
         The same text has the same vector to the last bit, whoever else is served. `prefix` is put before each
         text, such as the `search_query: ` that some models were trained with. `dimensions` keeps the first so
-        many numbers, at length 1 again: only for models that were trained for that.
+        many numbers, at length 1 again: only for models that were trained for that. `adapters` are as for a
+        reply: those of the runtime unless some are named.
         """
         self.check_dimensions(dimensions)
-        answer = self.submit_embed(texts, prefix=prefix)
+        answer = self.submit_embed(texts, prefix=prefix, adapters=adapters)
         try:
             return cut(result_of(answer), dimensions)
         finally:
@@ -317,59 +319,73 @@ class Runtime(Closing):
         *,
         prefix: str = "",
         dimensions: int | None = None,
+        adapters: Scales | None = None,
     ) -> Embeddings:
         """Like `embed`, for asyncio."""
 
         def submit() -> EmbeddingFuture:
             self.check_dimensions(dimensions)
-            return self.submit_embed(texts, prefix=prefix)
+            return self.submit_embed(texts, prefix=prefix, adapters=adapters)
 
         return cut(await asyncio.wrap_future(await submitted(submit)), dimensions)
 
     def submit_embed(
-        self, texts: str | Tokens | Sequence[str] | Sequence[Tokens], *, prefix: str = ""
+        self,
+        texts: str | Tokens | Sequence[str] | Sequence[Tokens],
+        *,
+        prefix: str = "",
+        adapters: Scales | None = None,
     ) -> EmbeddingFuture:
         """Queue texts to be made vectors and return at once. Cancel what it gives to end that."""
         if self.model.info.pair is not None:
             raise InvalidInputError(
                 "this model scores pairs of texts and has no vector for one: use rank (POST /v1/rerank)"
             )
-        return self.backend.embed([self._tokens(text, at, prefix) for at, text in enumerate(_texts(texts))])
+        tokens = [self._tokens(text, at, prefix) for at, text in enumerate(_texts(texts))]
+        return self.backend.embed(tokens, _absolute(adapters))
 
     def check_dimensions(self, dimensions: int | None) -> None:
         """Refuse vectors of more numbers than the model's have."""
         if dimensions is not None:
             check_whole("dimensions", dimensions, 1, self.embedding_width)
 
-    def rank(self, query: str, documents: Sequence[str]) -> list[RankedText]:
+    def rank(
+        self, query: str, documents: Sequence[str], *, adapters: Scales | None = None
+    ) -> list[RankedText]:
         """Documents, the best answer to a query first.
 
         By the score of each pair where the model scores pairs (a reranker); else by the cosine of vectors.
         """
-        answer = self.submit_rank(query, documents)
+        answer = self.submit_rank(query, documents, adapters=adapters)
         try:
             return ranked(result_of(answer), scored=self.model.info.pair is not None)
         finally:
             answer.cancel()
 
-    async def arank(self, query: str, documents: Sequence[str]) -> list[RankedText]:
+    async def arank(
+        self, query: str, documents: Sequence[str], *, adapters: Scales | None = None
+    ) -> list[RankedText]:
         """Like `rank`, for asyncio."""
-        found = await asyncio.wrap_future(await submitted(lambda: self.submit_rank(query, documents)))
+        future = await submitted(lambda: self.submit_rank(query, documents, adapters=adapters))
+        found = await asyncio.wrap_future(future)
         return ranked(found, scored=self.model.info.pair is not None)
 
-    def submit_rank(self, query: str, documents: Sequence[str]) -> EmbeddingFuture:
+    def submit_rank(
+        self, query: str, documents: Sequence[str], *, adapters: Scales | None = None
+    ) -> EmbeddingFuture:
         """Queue documents to be compared with a query: scores of pairs, or vectors with the query's at the
         front. `rank` reads them."""
         if isinstance(documents, str) or not len(documents):
             raise InvalidInputError("rank takes a query and a list of documents")
         pair = self.model.info.pair
         if pair is None:
-            return self.submit_embed([query, *documents])
+            return self.submit_embed([query, *documents], adapters=adapters)
         for at, text in enumerate([query, *documents]):
             if not isinstance(text, str) or not text:
                 raise TokenError(f"text {at} is empty; a query and its documents are texts")
             check_prompt_size(text, self.model, self.n_ctx)
-        return self.backend.embed([pair.tokens(self.model, query, document) for document in documents])
+        pairs = [pair.tokens(self.model, query, document) for document in documents]
+        return self.backend.embed(pairs, _absolute(adapters))
 
     @property
     def embedding_width(self) -> int:
@@ -434,6 +450,10 @@ class Runtime(Closing):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.aclose()
+
+
+def _absolute(adapters: Scales | None) -> dict[str, float] | None:
+    return None if adapters is None else absolute_scales(adapters)
 
 
 def _texts(given: str | Tokens | Sequence[str] | Sequence[Tokens]) -> Sequence[str | Tokens]:

@@ -124,6 +124,7 @@ class Served:
             choose=self.table.choose,
             call=self.engine_loop.call,
             post=self.engine_loop.post,
+            post_in_quiet=self.engine_loop.post_in_quiet,
             look=self.engine_loop.look,
             before_long_steps=self.engine_loop.before_long_steps,
         )

@@ -156,7 +156,7 @@ def test_sets_take_turns(find_subject: Find, zoo_path: Names, hold: float, low: 
     with served(toy, zoo_path, slots=4) as host:
         order: list[str] = []
         core: Any = core_of(host.context)
-        scheduler: Any = host.engine_loop._scheduler
+        scheduler: Any = host.engine_loop.scheduler
         adapt, scheduler.hold = core.adapt, hold
 
         def noted(adapters: Any) -> Any:

@@ -15,7 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 import perdure
-from counting import calls_of
+from counting import calls_of, size_of
 from perdure.cache import kept_prefixes, prefix_search
 from perdure.cache.block import Block, BlockId, chain
 from perdure.cache.kept_prefixes import KeptPrefixes, drop_plan
@@ -222,15 +222,22 @@ def test_saving_a_longer_state_makes_the_blocks_that_are_new(monkeypatch: pytest
     assert costs == [2, 2]
 
 
-def test_a_namespace_that_is_not_served_any_more_leaves_nothing_behind() -> None:
+def test_a_namespace_that_is_not_served_any_more_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """However many there were: only what the slots and the budget hold."""
-    settings: dict[str, Any] = {"n_ctx": 256, "slots": 2, "template": "chatml", "cache": 1 << 16}
+    monkeypatch.setattr("perdure.cache.eviction._BLOCKS", 32)
+    monkeypatch.setattr("perdure.cache.tiers.memory._REMEMBERED", 32)
+    settings: dict[str, Any] = {"n_ctx": 256, "slots": 2, "template": "chatml", "cache": 1 << 15}
+    sizes = []
     with perdure.open(ToyModel(FullAttention), **settings) as rt:
+        tier = rt.backend.slot_cache.tier  # type: ignore[attr-defined]
         for number in range(100):
             said = [{"role": "user", "content": f"Hello {number}"}]
             rt.chat(said, namespace=f"n{number}", max_tokens=1)
-        cache = rt.backend.slot_cache  # type: ignore[attr-defined]
-        assert len(cache.tier._roots) <= len(cache.tier) < 100
+            sizes.append(size_of(tier))
+        assert len(tier) < 50
+    assert max(sizes[75:]) <= 1.02 * max(sizes[:75])
 
 
 def test_blocks_are_listed_page_by_page() -> None:

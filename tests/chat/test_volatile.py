@@ -10,6 +10,7 @@ import pytest
 
 import perdure
 from chat.test_normaliser import ALL, TOOL, normalised, rendered
+from counting import size_of
 from perdure.chat.message import Message, Tool
 from perdure.chat.transcript import shared_length
 from perdure.chat.volatile import RULES, VolatileText
@@ -127,10 +128,11 @@ def test_tools_keep_the_order_in_which_they_came_first() -> None:
 
 def test_what_is_remembered_is_bounded() -> None:
     volatile = VolatileText(limit=2000)
+    sizes = []
     for at in range(100):
         volatile.settle([said("user", f"{at} <system-reminder>{'x' * 100}</system-reminder>")])
-    assert volatile._size <= 2000
-    assert 0 < len(volatile._read) < 20
+        sizes.append(size_of(volatile))
+    assert sizes[0] < max(sizes) < 1.1 * max(sizes[:25])
 
 
 def test_every_rule_says_whose_text_it_is_and_why_it_may_move() -> None:

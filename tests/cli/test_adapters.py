@@ -57,3 +57,16 @@ def test_a_name_for_clients_is_a_name() -> None:
     for wrong in ("p.gguf", "a/b=p.gguf", "=p.gguf", "pirate=", "p.gguf=p.gguf"):
         with pytest.raises(InvalidInputError):
             _named_adapter(wrong)
+
+
+def test_the_config_file_has_adapters(
+    zoo_path: Names, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = ("run", "--model", zoo_path("llama"), "--raw", "--no-keep", "-t", "0", "-n", "8", "Once")
+    lora = f"{zoo_path('llama-lora')}:2"
+    named = perdure(*usual, "--lora", lora)
+    (tmp_path / "config.toml").write_text(f"lora = ['{lora}']\n", encoding="utf-8")
+    monkeypatch.setenv("PERDURE_CONFIG", str(tmp_path / "config.toml"))
+    chosen = perdure(*usual)
+    assert chosen.returncode == 0, chosen.stderr
+    assert chosen.stdout == named.stdout

@@ -107,6 +107,32 @@ def test_no_body_makes_it_fail(body: bytes, text: str) -> None:
     ask_of("/v1/responses", [], json.dumps({"input": [text, 1, None], "tools": {}}).encode())
 
 
+@pytest.mark.parametrize("named", ['{"perdure": {"session": "%s"}}', '{"previous_response_id": "%s"}'])
+def test_a_name_that_does_not_encode_makes_it_fail_neither(named: str) -> None:
+    assert ask_of("/v1/chat/completions", [], (named % r"\ud800").encode()).marks
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"messages": [' + b"[]," * (1 << 17) + b"[]]}",
+        b'{"messages": ' + b"[" * 100 + b"]" * 100 + b"}",
+    ],
+    ids=["many lists", "deep lists"],
+)
+def test_a_body_that_no_server_takes_is_not_parsed_before_a_key_is_asked_for(
+    body: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed: list[str] = []
+    monkeypatch.setattr(json, "loads", lambda text: parsed.append(text))
+    assert ask_of("/v1/chat/completions", [], body).marks == ()
+    assert parsed == []
+
+
+def test_a_body_in_another_encoding_is_read_by_nobody() -> None:
+    assert ask_of("/v1/chat/completions", [], '{"messages": ["Hi"]}'.encode("utf-16-le")).marks == ()
+
+
 @given(
     st.dictionaries(
         st.sampled_from(["marks", "queue", "slots", "seconds", "rate", "full", "draining"]),

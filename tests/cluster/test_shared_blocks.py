@@ -22,7 +22,7 @@ from cluster.servers import PostgresServer, RedisServer, redis_server
 from perdure.backend import LocalBackend
 from perdure.cache.tiers import shared
 from perdure.cache.tiers.places import DirectoryPlace, Place, RedisPlace, open_place, parse_place
-from perdure.cache.tiers.shared import SharedTier
+from perdure.cache.tiers.shared import Seal, SharedTier
 from perdure.cache.tiers.write_behind import WriteBehind
 from perdure.cli.app import app
 from perdure.cli.commands.doctor import _place
@@ -138,7 +138,7 @@ def test_n3_who_has_another_key_finds_nothing_and_is_believed_nothing(
         assert same(first.load(block.id), block)
     # Whoever may write to the place exchanges objects, or changes a byte.
     place = first.place
-    names = [first._seal.name(block.id) for block in blocks]
+    names = [Seal(KEY).name(block.id) for block in blocks]
     whole = place.get(names[0])
     assert whole is not None
     other = place.get(names[1])
@@ -159,7 +159,7 @@ def test_nothing_that_is_kept_can_be_read_or_guessed(machine: Callable[..., Shar
     blocks = chain(range(1000, 1020))
     first.store(blocks)
     for block in blocks:
-        name = first._seal.name(block.id)
+        name = Seal(KEY).name(block.id)
         data = first.place.get(name)
         assert data is not None
         assert block.rows is not None
@@ -186,7 +186,7 @@ def test_lists_do_not_pile_up_and_lose_nothing(
         (one, two)[at % 2].store([block])
         two.refresh()
         one.refresh()
-    names = list(one.place.names(one._prefix))
+    names = list(one.place.names("list-"))
     assert len(names) <= 4 + 2 * (len(blocks) // 8 + 1) + 1, names
     third = machine()
     third.refresh()
@@ -194,12 +194,12 @@ def test_lists_do_not_pile_up_and_lose_nothing(
     assert all(same(third.load(block.id), block) for block in blocks)
     # What is gone is in no list any more, once they are merged.
     third.drop([blocks[5].id])
-    third._merge(set(third.place.names(third._prefix)))
+    third._merge(set(third.place.names("list-")))
     fourth = machine()
     fourth.refresh()
     assert len(fourth) == 5
     third.clear()
-    assert not list(third.place.names(third._prefix))
+    assert not list(third.place.names("list-"))
 
 
 def test_p6_a_place_keeps_to_its_budget(machine: Callable[..., SharedTier]) -> None:

@@ -143,7 +143,7 @@ def test_a_database_that_is_away_costs_no_request(postgres: PostgresServer, tmp_
     with pytest.raises(perdure.StoreError):
         usage.exchange()
     with accounts_of(url) as accounts:
-        usage._accounts = accounts
+        usage.accounts = accounts
         usage.exchange()
         [day] = usage.days(key).values()
         assert day.prompt_tokens == 10

@@ -147,7 +147,7 @@ def check_delivery(
 def check_idle(rt: Runtime) -> None:
     """Nobody is served, every sequence can be had again, and the ledger says what the engine holds."""
     assert rt.load == (0, 0)
-    slots = inside(rt).engine_loop._slots
+    slots = inside(rt).engine_loop.slots
 
     def take_all() -> list[int]:
         taken: list[int] = []

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, rule
 
 from decode.observed import Clock, Turnstile, alone, check_delivery, check_idle, open_toy, outcome, trouble
-from inside import inside, pacer_of
+from inside import inside
 from perdure import BusyError, ContextOverflow, Delta, EngineError, Reply, Runtime, Stream
 from perdure.decode import engine_loop as module
 from perdure.engine.contract import Outcome
@@ -65,7 +65,7 @@ class Life(RuleBasedStateMachine):
         self.rt = open_toy(
             self.kind, gate=self.gate, slots=slots, exact=self.exact, queue=QUEUE, cache=cache, n_batch=32
         )
-        pacer_of(inside(self.rt).engine_loop).chunk = CHUNK
+        inside(self.rt).engine_loop.pacer.chunk = CHUNK
         self.faults = 0
         self.asked: list[Asked] = []
 

@@ -23,7 +23,7 @@ from decode.observed import (
     read,
     trouble,
 )
-from inside import inside, pacer_of, thread_of
+from inside import inside, thread_of
 from perdure import (
     BusyError,
     ClosedError,
@@ -230,7 +230,7 @@ def test_the_count_would_show_a_prompt_that_is_not_cut(monkeypatch: pytest.Monke
     """The checks above have teeth: a chunk as long as the prompt is seen."""
     steps, gate = Steps(monkeypatch), Turnstile()
     with open_toy(gate=gate, n_ctx=1024, n_batch=1024) as rt:
-        pacer_of(inside(rt).engine_loop).chunk = 1024
+        inside(rt).engine_loop.pacer.chunk = 1024
         draws = serve_with_a_long_prompt(rt, steps, gate)
     assert max(steps.sizes[draws[0] : draws[-1]]) > 10 * CHUNK
 
@@ -313,7 +313,7 @@ def _noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return decode(core, batch)
 
     def delivering(sequence: TokenSequence) -> None:
-        if sequence._undelivered:
+        if sequence.undelivered:
             order.append("text")
         deliver(sequence)
 
@@ -714,3 +714,23 @@ def test_an_engine_loop_works_on_a_bare_context_without_a_cache() -> None:
         job = Stream(one_request(Request(prompt=[1, 2, 3], max_tokens=4)), loop.submit)
         assert len(job.reply().tokens) <= 4
         loop.close()
+
+
+def test_what_waits_for_quiet_comes_after_all_requests_and_harms_none() -> None:
+    """The latest of a kind only, one after another, and not while somebody is served."""
+    gate = Turnstile()
+    with open_toy(gate=gate) as rt:
+        loop, done, last = inside(rt).engine_loop, [], threading.Event()
+        job = rt.submit([1, 2, 3], max_tokens=4, ignore_eos=True)
+        loop.post_in_quiet("a", lambda: done.append("never"))
+        loop.post_in_quiet("b", lambda: 1 / 0)
+        loop.post_in_quiet("a", lambda: done.append("a"))
+        loop.post_in_quiet("c", last.set)
+        gate.admit(4)
+        assert not done
+        assert not last.is_set()
+        gate.open()
+        assert len(job.reply().tokens) == 4
+        assert last.wait(60)
+        assert done == ["a"]
+        assert len(rt.generate([1, 2, 3], max_tokens=2, ignore_eos=True).tokens) == 2

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import llguidance
 import numpy as np
 import pytest
 
 import perdure
+from counting import calls_of
 from decode.observed import check_delivery, outcome, read, trouble
 from perdure import Grammar, GrammarError, InvalidInputError, Model, Reply, Runtime, models
 from perdure.decode.sampling.grammar import Grammars, Matcher
@@ -153,36 +155,25 @@ def test_only_one_of_grammar_schema_and_regex_can_be_given(rt: Runtime) -> None:
 # Compiled once.
 
 
-def count_compiles(monkeypatch: pytest.MonkeyPatch) -> list[Grammar]:
-    compiled: list[Grammar] = []
-    compile_one = Grammars._compile
-
-    def counting(grammars: Grammars, grammar: Grammar) -> Any:
-        compiled.append(grammar)
-        return compile_one(grammars, grammar)
-
-    monkeypatch.setattr(Grammars, "_compile", counting)
-    return compiled
-
-
 def test_a_grammar_is_compiled_once_and_shared_by_all_replies(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = count_compiles(monkeypatch)
-    with perdure.open(ToyModel(), n_ctx=64, slots=2) as rt:
+    with (
+        calls_of(monkeypatch, (llguidance, "grammar_from")) as compiled,
+        perdure.open(ToyModel(), n_ctx=64, slots=2) as rt,
+    ):
         schema = SCHEMAS["person"]
         jobs = [rt.submit("a", schema=schema, max_tokens=5) for _ in range(3)]
         jobs += [rt.submit("a", schema=json.dumps(schema, indent=2), n=3, max_tokens=5)]
         jobs += [rt.submit("a", grammar=Grammar.json_schema(schema), max_tokens=5)]
         for job in jobs:
             job.replies()
-        assert len(compiled) == 1
+        assert compiled.count == 1
         rt.generate("a", regex="b")
-        assert len(compiled) == 2
+        assert compiled.count == 2
 
 
 def test_a_grammar_asked_for_by_many_threads_at_once_is_compiled_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    compiled = count_compiles(monkeypatch)
     grammars = Grammars(ToyModel())
     found: list[Matcher] = []
     start = threading.Barrier(6)
@@ -192,11 +183,12 @@ def test_a_grammar_asked_for_by_many_threads_at_once_is_compiled_once(
         found.append(grammars.matcher(Grammar.regex("[a-z]{3,5}")))
 
     threads = [threading.Thread(target=ask) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert (len(compiled), len(found)) == (1, 6)
+    with calls_of(monkeypatch, (llguidance, "grammar_from")) as compiled:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert (compiled.count, len(found)) == (1, 6)
 
 
 def test_replies_with_one_grammar_do_not_disturb_each_other() -> None:

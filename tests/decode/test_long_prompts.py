@@ -11,7 +11,7 @@ import pytest
 
 import perdure
 from decode.observed import Turnstile, core, open_toy
-from inside import executor_of, inside, pacer_of
+from inside import inside
 from perdure import Runtime
 from perdure.decode.scheduler import LONGEST, TIMED, PrefillPacer
 
@@ -85,7 +85,7 @@ def test_the_end_of_a_step_waits_for_who_looks(rt: Runtime, gate: Turnstile) -> 
 
 def slow(rt: Runtime) -> None:
     """Have a token take a second, as far as the loop knows."""
-    pacer_of(inside(rt).engine_loop).observe(TIMED, float(TIMED))
+    inside(rt).engine_loop.pacer.observe(TIMED, float(TIMED))
 
 
 def test_a_newcomer_interrupts_a_prompt_that_is_read_alone(gate: Turnstile) -> None:
@@ -111,7 +111,7 @@ def test_a_prompt_is_read_to_its_end_however_many_newcomers_come(gate: Turnstile
     """A step is interrupted once: the same step is computed when it comes again."""
     gate.open()
     with open_toy(gate=gate, n_ctx=1024, slots=3) as rt:
-        executor = executor_of(inside(rt).engine_loop)
+        executor = inside(rt).engine_loop.executor
         gate.shut()
         with rt.submit(PROMPT, max_tokens=1) as long:
             gate.reached.wait(30)
@@ -156,10 +156,10 @@ def test_an_interrupted_prompt_gets_the_reply_that_it_gets_alone(
     prompt = [20 + at % 60 for at in range(220)]
     with perdure.open(zoo_path(architecture), n_ctx=512, slots=2, exact=True, threads=1) as rt:
         alone = rt.generate(prompt=prompt, max_tokens=4, temperature=0, namespace="a").tokens
-        executor = executor_of(inside(rt).engine_loop)
+        executor = inside(rt).engine_loop.executor
         with rt.submit(prompt, max_tokens=4, temperature=0, namespace="b") as stream:
             while not stream.done:
                 slow(rt)
                 executor.interrupt()
             assert stream.reply(60).tokens == alone
-        assert executor._interrupted is not None
+        assert executor.interrupted is not None

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from inside import pacer_of
 from perdure import Delta, Reply
 from perdure.decode.engine_loop import EngineLoop
 from perdure.decode.request import Request
@@ -73,9 +72,9 @@ def test_steps_of_replies_say_nothing_of_how_fast_prompts_are_read() -> None:
                 stream(loop, Request(prompt=[40 + at], max_tokens=12, ignore_eos=True)) for at in range(20)
             ]
             assert [len(job.reply(60).tokens) for job in jobs] == [12] * 20
-            assert pacer_of(loop).chunk == 64
+            assert loop.pacer.chunk == 64
             stream(loop, Request(prompt=[40] * 50, max_tokens=1)).reply(60)
-            assert pacer_of(loop).chunk == context.n_batch
+            assert loop.pacer.chunk == context.n_batch
         finally:
             loop.close()
 

@@ -331,7 +331,7 @@ def test_an_index_equals_a_search_and_is_bounded() -> None:
         long.append(token)
         if token % 7 == 0:
             index.find(1)
-    assert len(index._places) <= 2 * INDEXED + 1
+    assert len(index) <= 2 * INDEXED + 1
 
 
 def test_n_grams_guess_right_where_text_repeats() -> None:

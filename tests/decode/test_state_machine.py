@@ -91,7 +91,7 @@ def test_a_token_that_is_drawn_but_not_delivered_is_seen(monkeypatch: pytest.Mon
 
     def losing(sequence: TokenSequence) -> None:
         if sequence.written == 3:
-            del sequence._undelivered[-1:]
+            del sequence.undelivered[-1:]
         deliver(sequence)
 
     monkeypatch.setattr(TokenSequence, "deliver", losing)

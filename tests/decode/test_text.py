@@ -119,13 +119,13 @@ def test_no_more_is_held_back_than_could_start_a_stop(text: str, cuts: list[int]
 def test_each_character_is_read_once_by_each_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Constant work a piece: nothing that was read is read again, however long the reply gets."""
     read: list[int] = []
-    read_by = stops_module._read
+    read_by = stops_module.advance
 
     def counting(stop: str, borders: tuple[int, ...], matched: int, text: str) -> tuple[int | None, int]:
         read.append(len(text))
         return read_by(stop, borders, matched, text)
 
-    monkeypatch.setattr(stops_module, "_read", counting)
+    monkeypatch.setattr(stops_module, "advance", counting)
     live = TextStream(["aaab", "aa" + "x" * 48])
     seen = 0
     for pushed in range(1, 5001):

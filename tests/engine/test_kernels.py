@@ -99,7 +99,7 @@ def test_m3_state_without_extra_buffers_is_not_used(answer: Answer, store: Path,
     source = library.loaded().source
     known = probe.result_of(source)
     without = replace(known, attempts=(replace(known.attempts[-1], extra_buffers=False),))
-    (home / "probes.json").write_text(json.dumps({probe._key(source): asdict(without)}))
+    (home / "probes.json").write_text(json.dumps({probe.key_of(source): asdict(without)}))
     change = {"PERDURE_HOME": str(home), "PERDURE_LLAMA": str(source.folder)}
     never_mixed(answer, store, **change)
 
@@ -135,7 +135,7 @@ def longrope(folder: Path, original: int | None) -> Path:
 
     def fill(sheet: Sheet, vocabulary: int) -> None:
         attention.llama(sheet, vocabulary)
-        sheet._writer.add_string("llama.rope.scaling.type", "longrope")
+        sheet.text("llama.rope.scaling.type", "longrope")
         if original is not None:
             sheet.set(rope__scaling__original_context_length=original)
         for name, factor in (("long", 40.0), ("short", 1.0)):

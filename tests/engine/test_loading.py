@@ -39,7 +39,7 @@ def test_m1_a_build_that_was_moved_finds_the_backends_that_lie_beside_it(tmp_pat
     path = build(tmp_path, "ggml", source, "-Wl,--no-as-needed", *needed)
     with pytest.raises(OSError, match="libggml-one"):
         ctypes.CDLL(str(path))
-    assert library._load(path).both() == 42
+    assert library.load_file(path).both() == 42
 
 
 def test_what_is_missing_elsewhere_is_said(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_what_is_missing_elsewhere_is_said(tmp_path: Path) -> None:
         tmp_path, "ggml", "int other(void); int us(void) { return other(); }", tmp_path / "libother.so"
     )
     with pytest.raises(OSError, match="libother"):
-        library._load(path)
+        library.load_file(path)
 
 
 def test_m1_the_c_plus_plus_runtime_of_the_system_is_found_before_that_of_a_gpu_backend() -> None:

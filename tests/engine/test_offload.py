@@ -153,16 +153,17 @@ def test_m3_state_names_the_layers_devices_and_shares_that_computed_it(
     zoo_path: Callable[[str], Path],
 ) -> None:
     """M3: each change is another identity."""
-    with Model(zoo_path("llama"), gpu_layers=0) as model:
-        plans = [Offload(layers=0), Offload(layers=2, devices=(device(),))]
-        plans += [Offload(layers=3, devices=(device(),), cpu_experts=2)]
-        plans += [Offload(layers=3, devices=(device(),)), Offload(layers=3, devices=(device("CUDA1"),))]
-        seen = []
-        for plan in plans:
-            model._offload = plan
-            for model._kv_offload in (True, False):
-                for model._split in (None, (1.0,)):
-                    seen.append(model._kernels())
+    plans = [Offload(layers=0), Offload(layers=2, devices=(device(),))]
+    plans += [Offload(layers=3, devices=(device(),), cpu_experts=2)]
+    plans += [Offload(layers=3, devices=(device(),)), Offload(layers=3, devices=(device("CUDA1"),))]
+    seen = [
+        plan.describe(split, kv_offload)
+        for plan in plans
+        for kv_offload in (True, False)
+        for split in (None, (1.0,))
+    ]
+    with Model(zoo_path("llama"), gpu_layers=0) as model, model.context(n_ctx=64) as ctx:
+        assert ctx.identity.devices.endswith(seen[0])
     # Nothing on a device is one thing, however it was to be split.
     assert len(set(seen)) == 1 + 4 * 4
 

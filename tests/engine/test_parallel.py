@@ -18,7 +18,7 @@ from perdure.errors import CorruptStateError
 from perdure.identity import Identity
 
 LARGE = 9 << 20
-HELPERS = parallel._FEW - 1
+HELPERS = parallel.MOST_THREADS - 1
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def await_idle() -> None:
     until = time.monotonic() + 60
-    while len(parallel._idle_helpers(os.getpid())) < HELPERS:
+    while len(parallel.idle_helpers(os.getpid())) < HELPERS:
         assert time.monotonic() < until, "a helper is gone"
         os.sched_yield()
 
@@ -79,11 +79,11 @@ def test_without_threads_nobody_assists(monkeypatch: pytest.MonkeyPatch) -> None
     def no_more(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    parallel._idle_helpers.cache_clear()
+    parallel.idle_helpers.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", no_more)
         assist(lambda: pytest.fail("nobody can"), HELPERS)
-    parallel._idle_helpers.cache_clear()
+    parallel.idle_helpers.cache_clear()
 
 
 def test_an_error_is_raised_where_its_result_is_taken_and_ends_the_rest() -> None:

@@ -281,7 +281,7 @@ def test_a_probe_has_its_time_for_each_step(monkeypatch: pytest.MonkeyPatch) -> 
             pass
 
     monkeypatch.setattr("threading.Timer", Timer)
-    ended = probe._run([sys.executable, "-c", "print('{}\\n' * 3, end='')"], 7.0)
+    ended = probe.run_child([sys.executable, "-c", "print('{}\\n' * 3, end='')"], 7.0)
     assert (ended.returncode, ended.stdout.split()) == (0, [b"{}"] * 3)
     # One a line, one for its end, one for its exit.
     assert begun == [7.0] * 5
@@ -289,9 +289,9 @@ def test_a_probe_has_its_time_for_each_step(monkeypatch: pytest.MonkeyPatch) -> 
     stuck = (
         'import sys; print(\'{"doing": "a step"}\', flush=True); import threading; threading.Event().wait()'
     )
-    ended = probe._run([sys.executable, "-c", stuck], 7.0)
+    ended = probe.run_child([sys.executable, "-c", stuck], 7.0)
     assert ended.returncode is None
-    assert probe._report(ended.stdout)["doing"] == "a step"
+    assert probe.last_report(ended.stdout)["doing"] == "a step"
 
 
 @pytest.mark.usefixtures("one_variant")

@@ -152,7 +152,7 @@ def test_the_checker_notices_a_copy_that_is_put_off(
 def test_the_checker_notices_damaged_state_that_is_taken(
     name: str, find_subject: Find, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(state, "_checksum", lambda view: bytes(view[state._CHECKSUM]))
+    monkeypatch.setattr(state, "_checksum", lambda view: bytes(view[state.CHECKSUM]))
     found_in(find_subject(name), "DID NOT RAISE|token ids|refused a verified state")
 
 

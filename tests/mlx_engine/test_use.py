@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -162,3 +163,35 @@ def test_a_step_of_several_sequences_is_one_computation_and_the_same_numbers(
 def test_the_architecture_says_its_memory(find_subject: Find) -> None:
     kinds = {name: find_subject(name).kind.name for name in ("mlx-gemma3", "mlx-mamba", "mlx-jamba")}
     assert kinds == {"mlx-gemma3": "sliding", "mlx-mamba": "recurrent", "mlx-jamba": "hybrid"}
+
+
+@pytest.mark.parametrize("name", ["mlx-llama", "mlx-gemma3", "mlx-mamba", "mlx-jamba"])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_x1_a_step_that_fails_in_its_last_layer_is_as_if_it_had_not_been(
+    find_subject: Find, monkeypatch: pytest.MonkeyPatch, name: str, error: type[BaseException]
+) -> None:
+    """By then the layers before it have rows and states of the step."""
+    from inside import core_of
+
+    subject = find_subject(name)
+    text, other = subject.tokens(20), subject.tokens(12, 5)
+    with subject.context() as ctx:
+        ctx.decode(text, 0)
+        ctx.decode(other, 1)
+        layer = type(core_of(ctx)._weights.model.layers[-1])  # type: ignore[attr-defined]
+        called = layer.__call__
+
+        def fail(*given: Any, **named: Any) -> Any:
+            called(*given, **named)
+            raise error("planted")
+
+        for feeds in ([perdure.Feed(0, [3, 4, 5])], [perdure.Feed(0, [3]), perdure.Feed(1, [4])]):
+            with monkeypatch.context() as patch:
+                patch.setattr(layer, "__call__", fail)
+                with pytest.raises((perdure.DecodeError, KeyboardInterrupt)):
+                    ctx.step(feeds)
+        for seq, kept in ((0, text), (1, other)):
+            assert ctx.tokens(seq) in (kept, [])
+            read = ctx.tokens(seq)
+            ctx.decode([9], seq)
+            check(ctx.logits(seq=seq).copy(), subject.cold([part for part in (read, [9]) if part]), 1e-9)

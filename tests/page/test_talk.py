@@ -12,10 +12,10 @@ from playwright.sync_api import Route, expect
 from page.conftest import OpenPage
 from page.gates import PatientTurnstile
 from page.user import User
-from page.words import REPLY
+from page.words import REPLY, open_words
 from perdure.chat.message import Message
 from perdure.sessions.turn import Turn
-from server.live_server import LiveServer
+from server.live_server import LiveServer, live_server
 
 HOSTILE = """<img src=x onerror="alert(1)"><script>alert(2)</script>
 <iframe srcdoc="<script>alert(3)</script>"></iframe><svg onload=alert(4)>
@@ -432,3 +432,24 @@ def test_a_turn_far_away_is_gone_to_and_drawn_first(open_page: OpenPage, served:
     expect(user.turn(20)).to_have_css("outline-offset", "-2px")
     expect(user.turn(20).locator(".assistant")).to_be_in_viewport()
     assert max(user.page.evaluate("Object.values(window.drawn_)")) <= 4
+
+
+def test_an_adapter_of_the_server_is_chosen_and_stays(
+    open_page: OpenPage, gate: PatientTurnstile, tmp_path: Path
+) -> None:
+    names = {"pirate": "p.gguf", "judge": "j.gguf"}
+    with (
+        open_words(gate=gate, store=tmp_path, adapter_names=names) as rt,
+        live_server(rt, adapters={"pirate": 1.0, "judge": 0.5}) as server,
+    ):
+        user = open_page(server)
+        user.button("Settings").click()
+        user.page.get_by_label("Adapter").select_option("judge")
+        user.button("Done").click()
+        user.ask("Judge this")
+        [turn] = rt.session("judge-this").history()
+        assert turn.settings["adapters"] == {"judge": 0.5}
+        user.page.reload()
+        expect(user.replies).to_have_count(1)
+        user.button("Settings").click()
+        expect(user.page.get_by_label("Adapter")).to_have_value("judge")

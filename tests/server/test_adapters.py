@@ -46,6 +46,8 @@ def test_a_model_with_an_adapter_is_a_model(server: LiveServer) -> None:
         names = [each["id"] for each in client.get("/v1/models").json()["data"]]
         assert names == ["toy", "toy:pirate", "toy:judge"]
         assert client.get("/v1/models/toy:pirate").json()["id"] == "toy:pirate"
+        shown = [each["adapter"] for each in client.get("/v1/models").json()["data"]]
+        assert shown == [None, {"name": "pirate", "scale": 1.0}, {"name": "judge", "scale": 0.5}]
         replies = {name: text(chat(client, name)) for name in names}
         assert len(set(replies.values())) == 3
         # The same by its name, at the scale that the operator chose and at another.
@@ -108,3 +110,25 @@ def test_i1_what_a_client_names_is_known_or_refused(server: LiveServer, adapters
         assert answer.status_code in (status, 400 if status == 422 else status), answer.text
         assert "error" in answer.json()
         assert text(chat(client, "toy"))
+
+
+def test_h8_vectors_are_those_of_the_adapter_that_is_named(server: LiveServer) -> None:
+    with server.client() as client:
+
+        def vectors(model: str) -> list[Any]:
+            body = {"model": model, "input": "Hello"}
+            answer = client.post("/v1/embeddings", json=body)
+            assert answer.status_code == 200, answer.text
+            ollama = client.post("/api/embed", json=body).json()["embeddings"][0]
+            old = client.post("/api/embeddings", json={"model": model, "prompt": "Hello"}).json()["embedding"]
+            assert ollama == old == answer.json()["data"][0]["embedding"]
+            return list(ollama)
+
+        assert len({tuple(vectors(name)) for name in ("toy", "toy:pirate", "toy:judge")}) == 3
+        body = {"query": "Hello", "documents": ["one", "two"]}
+        scores = [
+            client.post("/v1/rerank", json={**body, "model": name}).json()["results"]
+            for name in ("toy", "toy:pirate")
+        ]
+        assert scores[0] != scores[1]
+        assert client.post("/v1/embeddings", json={"model": "toy:other", "input": "x"}).status_code == 404

@@ -12,7 +12,6 @@ import pytest
 from pydantic import ValidationError
 
 from decode.observed import toy
-from inside import at_hand
 from perdure.server.app import request_schemas
 from perdure.server.core.keys import Keys
 from perdure.server.core.schemas import RequestSchema
@@ -317,7 +316,7 @@ def test_stored_responses_at_hand_are_bounded_in_bytes_x13(monkeypatch: pytest.M
             answer = client.post(RESPONSES, json={**extra, "max_output_tokens": 1})
             assert answer.status_code == 200, answer.text[:300]
             ids.append(answer.json()["id"])
-            assert at_hand(rt)[1] <= 100_000
+            assert rt.sessions.at_hand[1] <= 100_000
         for number, response_id in enumerate(ids):
             assert client.get(f"{RESPONSES}/{response_id}").json()["metadata"] == {"n": str(number)}
 

@@ -288,6 +288,37 @@ def test_a_branch_that_is_refused_leaves_nothing(client: httpx.Client, protocol:
 
 
 @pytest.mark.parametrize("protocol", ["chat", "messages", "ollama"])
+def test_a_session_that_is_made_for_a_refused_request_is_not_there(
+    client: httpx.Client, protocol: str
+) -> None:
+    """Neither one that was named, nor one of a client's conversation, nor a branch of that."""
+    long = [{"role": "user", "content": "word " * 4096}]
+    assert ask(client, protocol, long, perdure={"session": "new"}).status_code == 400
+    assert ask(client, protocol, long, session_params={"id": "new"}).status_code == 400
+    assert ask(client, protocol, SAID, session_params={"id": "new", "keep": -5.0}).status_code == 400
+    assert sessions(client) == {}
+    ask(client, protocol, SAID, session_params={"id": "new"})
+    assert ask(client, protocol, [*SAID, *long], session_params={"id": "new"}).status_code == 400
+    assert sessions(client) == {"sglang:new": 1}
+
+
+def test_a_session_that_somebody_else_went_on_with_is_not_taken_back(
+    tenant: Tenant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit = Session.submit
+
+    def later(session: Session, said: Any, **options: Any) -> Any:
+        monkeypatch.setattr(Session, "submit", submit)
+        tenant.session("new").say("I was faster.", max_tokens=2)
+        return session.submit(said, **options)
+
+    monkeypatch.setattr(Session, "submit", later)
+    long = [{"role": "user", "content": "word " * 4096}]
+    assert ask(tenant.client, "chat", long, perdure={"session": "new"}).status_code == 400
+    assert sessions(tenant.client) == {"new": 1}
+
+
+@pytest.mark.parametrize("protocol", ["chat", "messages", "ollama"])
 def test_a_branch_may_be_named_and_is_then_gone_on_with(client: httpx.Client, protocol: str) -> None:
     talk(client, "talk", "Hello.")
     new = [{"role": "user", "content": "More."}]

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from chat.test_settling import THOUGHT, template
 from decode.observed import toy
+from inside import due_in_quiet, inside
+from perdure import Runtime
 from perdure.cli.commands.sessions import origin_line
 from perdure.cli.output.words import quoted
-from perdure.server.core import app_state as app_state_module
+from perdure.server.core.settings import ReplyDefaults
 from perdure.server.protocols.conversation_names import conversation_of
 from server.live_server import LiveServer, live_server, opened
+from server.scripted import steer
 
 SYSTEM = "You are an agent. Be brief."
 CLAUDE = {"x-claude-code-session-id": "11-22"}
@@ -225,35 +231,61 @@ def test_a_conversation_may_begin_with_several_messages_to_the_system(server: Li
         assert sessions(client) == {"codex:t1": 2}
 
 
-def test_state_is_written_when_the_engine_is_idle_so_that_a_kill_costs_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def killed(store: Path, copy: Path) -> None:
+    """The store as a kill leaves it: nobody closes anything."""
+    shutil.copytree(store, copy, ignore=shutil.ignore_patterns("*.socket", "*.lock"))
+
+
+def until_saved(rt: Runtime) -> None:
+    """Wait until what waits for quiet is done, and written."""
+    rt.chat_format.settler.wait()
+    while due_in_quiet(inside(rt).engine_loop):
+        time.sleep(0.001)
+    # In the engine thread: not before what it does now is done.
+    tiers = inside(rt).slot_cache.tiers
+    inside(rt).engine_loop.call(lambda: [tier.flush() for tier in tiers.lower])
+
+
+@pytest.mark.parametrize("drops", [False, True], ids=["as it came", "without reasoning"])
+@pytest.mark.parametrize("turns", [1, 3])
+def test_a_kill_right_after_a_turn_has_only_what_is_new_read_again(
+    tmp_path: Path, turns: int, drops: bool
 ) -> None:
-    """A7: what was read and written before a kill is not read again."""
-    monkeypatch.setattr(app_state_module, "_IDLE_SECONDS", 0.01)
+    """A7: the reply, and what was read ahead where the next prompt shows it otherwise, are on the disk."""
+    shown: dict[str, Any] = {"template": template(tmp_path)} if drops else {}
     said: list[dict[str, Any]] = []
-    with opened(toy(), store=tmp_path / "a", n_ctx=4096) as rt, live_server(rt) as server:
+
+    @contextmanager
+    def serving(store: str) -> Iterator[LiveServer]:
+        with opened(toy(), store=tmp_path / store, n_ctx=4096, **shown) as rt:
+            steer(rt, THOUGHT if drops else "The answer is seven.")
+            with live_server(rt, defaults=ReplyDefaults(settle=4096)) as server:
+                yield server
+
+    def say(server: LiveServer, text: str) -> tuple[int, int, int]:
+        """Tokens of the prompt, of the reply, and computed."""
+        said.append({"role": "user", "content": text})
         with server.client() as client:
-            for text in ("One.", "Two."):
-                said.append({"role": "user", "content": text})
-                usage = codex(client, said)
-        session = rt.session("codex:t1")
-        known = usage["total_tokens"]
-        while (disk := session.held().get("disk")) is None or disk.tokens < known - 1:
-            pass
-        # Blocks are written behind, in order: when another session sleeps, those before it are on the disk.
-        other = rt.session("other")
-        other.say("Hello.", max_tokens=2)
-        other.sleep()
-        # As a kill leaves it: nobody closes anything.
-        shutil.copytree(tmp_path / "a", tmp_path / "b", ignore=shutil.ignore_patterns("*.socket", "*.lock"))
-    with (
-        opened(toy(), store=tmp_path / "b", n_ctx=4096) as rt,
-        live_server(rt) as server,
-        server.client() as client,
-    ):
-        said.append({"role": "user", "content": "Three."})
-        codex(client, said)
-        [request] = client.get("/v1/requests").json()["data"]
-        assert sessions(client) == {"codex:t1": 3, "other": 1}
-    new = request["usage"]["prompt_tokens"] - known
-    assert 0 < request["reuse"]["computed"] <= new + 1
+            asked = {"max_tokens": 200, "messages": said}
+            answer = client.post("/v1/messages", json=asked, headers=CLAUDE).raise_for_status().json()
+            (request, *_) = client.get("/v1/requests").json()["data"]
+        said.append({"role": "assistant", "content": answer["content"]})
+        usage = request["usage"]
+        return usage["prompt_tokens"], usage["completion_tokens"], request["reuse"]["computed"]
+
+    with serving("a") as server:
+        for turn in range(turns):
+            prompt, reply, _ = say(server, f"Question {turn} of this conversation.")
+        until_saved(server.runtime)
+        killed(tmp_path / "a", tmp_path / "b")
+        # What the same turn computes without a kill is what is new in it.
+        before = list(said)
+        longer, _, new = say(server, "And now?")
+    said[:] = before
+    with serving("b") as server:
+        assert say(server, "And now?")[2] == new
+        with server.client() as client:
+            assert sessions(client) == {"claude-code:11-22": turns + 1}
+    if not drops:
+        assert new <= longer - prompt - reply + 1
+    assert new < 60

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from decode.observed import Turnstile, open_toy, toy
-from inside import embeddings_of
+from inside import inside
 from perdure import Runtime
 from perdure.engine.embedder import CHUNK
 from perdure.testing.toy import Faults
@@ -147,7 +147,7 @@ def test_a_client_that_leaves_ends_its_request(rt: Runtime, server: LiveServer, 
     with server.connect() as connection:
         connection.sendall(raw(EMBED, json.dumps({"input": [LONG] * 100}).encode()))
         assert gate.reached.wait(60)
-        [task] = embeddings_of(rt)._tasks
+        [task] = inside(rt).embeddings._tasks
     with pytest.raises(CancelledError):
         task.answer.result(60)
     gate.admit(CHUNK)

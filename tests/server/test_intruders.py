@@ -117,14 +117,14 @@ def test_arguments_are_not_checked_on_the_event_loop_s2(
     from perdure.chat.parsing import schema
 
     checking, answered = threading.Event(), threading.Event()
-    matches = schema._matches
+    matches = schema.matches
 
     def watched(pattern: str, text: str) -> bool:
         checking.set()
         assert answered.wait(60), "nobody else was answered"
         return matches(pattern, text)
 
-    monkeypatch.setattr(schema, "_matches", watched)
+    monkeypatch.setattr(schema, "matches", watched)
     body = calling({"properties": {"a": {"pattern": "x"}}}, {"a": "x"})
     found: list[list[str]] = []
     asking = threading.Thread(target=lambda: found.append(problems(server, body)))

@@ -15,6 +15,7 @@ import perdure
 from perdure import InvalidInputError, ModelNotFoundError, StoreLockedError
 from perdure.testing.toy import ToyModel
 from subjects import Subject
+from zoo.attention import INVOCATION
 
 ASK: dict[str, Any] = {"max_tokens": 8, "temperature": 0}
 Find = Callable[[str], Subject]
@@ -154,3 +155,45 @@ def test_wrong_files_are_refused_when_a_runtime_is_opened(zoo_path: Names, tmp_p
             perdure.open(model, n_ctx=256, adapter_names={"name": wrong}, threads=1)
     with pytest.raises(InvalidInputError):
         perdure.open(model, n_ctx=256, adapter_names={"a/b": str(zoo_path("llama-lora"))}, threads=1)
+
+
+def test_vectors_are_those_of_their_adapters(files: tuple[Any, str, str]) -> None:
+    """C10: beside each other, in any order; also with one that a text switches on."""
+    model, one, two = files
+    text = "word " * 30
+    with perdure.open(model, n_ctx=256) as rt:
+        plain, with_one = rt.embed(text).vectors, rt.embed(text, adapters={one: 2.0}).vectors
+        assert plain.tobytes() != with_one.tobytes()
+        assert rt.embed(text, adapters={one: 0.0}).vectors.tobytes() == plain.tobytes()
+        waiting = [
+            rt.submit_embed(text, adapters=each) for each in ({one: 2.0}, None, {two: 1.0}, {one: 2.0})
+        ]
+        first, second, third, again = (each.result().vectors.tobytes() for each in waiting)
+        assert first == again == with_one.tobytes() != third
+        assert second == plain.tobytes()
+        assert rt.generate("Once", **ASK).text
+        with pytest.raises(ModelNotFoundError):
+            rt.embed(text, adapters={"nobody": 1.0})
+    with perdure.open(model, n_ctx=256, adapters={one: 2.0}) as rt:
+        assert rt.embed(text).vectors.tobytes() == with_one.tobytes()
+        assert rt.embed(text, adapters={}).vectors.tobytes() == plain.tobytes()
+
+
+def test_an_activated_lora_counts_from_its_invocation_in_a_vector_too(zoo_path: Names) -> None:
+    model, judge = str(zoo_path("llama")), str(zoo_path("llama-alora"))
+    before, behind = list(range(40, 60)), list(range(60, 70))
+    with perdure.open(model, n_ctx=256, threads=1) as rt:
+        quiet = [*before, *behind]
+        loud = [*before, *INVOCATION, *behind]
+        assert rt.embed(quiet, adapters={judge: 1.0}).vectors.tobytes() == rt.embed(quiet).vectors.tobytes()
+        assert rt.embed(loud, adapters={judge: 1.0}).vectors.tobytes() != rt.embed(loud).vectors.tobytes()
+
+
+def test_vectors_of_a_child_process_have_their_adapters(zoo_path: Names) -> None:
+    model, one = str(zoo_path("llama")), str(zoo_path("llama-lora"))
+    settings: dict[str, Any] = {"n_ctx": 256, "threads": 1, "adapter_names": {"one": one}}
+    with perdure.open(model, **settings) as rt:
+        expected = rt.embed("Hello", adapters={"one": 1.0}).vectors.tobytes()
+    with perdure.open(model, isolated=True, **settings) as rt:
+        assert rt.embed("Hello", adapters={"one": 1.0}).vectors.tobytes() == expected
+        assert rt.embed("Hello").vectors.tobytes() != expected

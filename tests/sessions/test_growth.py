@@ -217,13 +217,13 @@ def test_the_transcript_of_a_session_is_made_in_one_pass(monkeypatch: pytest.Mon
         added = Transcript("x" * 12, array("i", range(12)), ((10, 10), (12, 12)))
         turns.append(Turn(kind="turn", messages=(), keep=keep, added=added, before=FIRST))
     moved: list[int] = []
-    shorten = turn_module._shorten
+    shorten = turn_module.shorten
 
     def counting(parts: list[Any], by: int) -> None:
         moved.append(by)
         shorten(parts, by)
 
-    monkeypatch.setattr(turn_module, "_shorten", counting)
+    monkeypatch.setattr(turn_module, "shorten", counting)
     whole = transcript(turns)
     assert (len(whole.text), len(whole.tokens)) == (2002, 2002)
     assert whole.cuts == (*((10 * n, 10 * n) for n in range(1, 201)), (2002, 2002))

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from inside import at_hand
 from perdure import InvalidInputError, Session, SessionBusyError, SessionNotFoundError
 from perdure.sessions import sessions as sessions_module
 from perdure.sessions.store.sqlite.store import SqliteStore
@@ -261,6 +260,6 @@ def test_sessions_at_hand_are_bounded_by_the_bytes_of_their_turns(
             talk.session(f"s{number}").append(text)
             # Asking for any other finds out what this one has come to.
             talk.session("small")
-            assert at_hand(talk.rt)[1] <= 100_000
-        assert at_hand(talk.rt)[0] < 8
+            assert talk.rt.sessions.at_hand[1] <= 100_000
+        assert talk.rt.sessions.at_hand[0] < 8
         assert [talk.session(f"s{number}").messages()[-1].content for number in range(8)] == [text] * 8

@@ -62,11 +62,11 @@ def test_tokens_that_are_not_those_of_the_text_are_seen(
     zoo_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted: turns that go on from a token too few."""
-    shorten = turn_module._shorten
+    shorten = turn_module.shorten
 
     def short(parts: list[Any], by: int) -> None:
         shorten(parts, by + 1 if parts and isinstance(parts[-1], array) else by)
 
-    monkeypatch.setattr(turn_module, "_shorten", short)
+    monkeypatch.setattr(turn_module, "shorten", short)
     with pytest.raises((AssertionError, CorruptStateError)):
         live(subjects.find("toy-full", zoo_path), examples=400, steps=30, phases=[Phase.generate])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -172,6 +174,29 @@ def test_the_socket_is_for_its_owner_alone(store: Path) -> None:
     # A path that is too long for a socket: it is elsewhere then.
     with program(long) as first, program(long) as second:
         assert second.ask("holder") == first.process.pid
+
+
+ANOTHER_USER = """
+import os, socket, sys
+os.chdir(sys.argv[1])
+os.setuid(int(sys.argv[2]))
+with socket.socket(socket.AF_UNIX) as end:
+    end.connect("sessions.socket")
+    print(len(end.recv(1)))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can be another user")
+def test_a_process_of_another_user_gets_nothing_of_the_engine(store: Path) -> None:
+    """Also where the socket was made open to all."""
+    with program(store) as first:
+        store.chmod(0o711)
+        (store / "sessions.socket").chmod(0o666)
+        for user, greeted in ((0, "1"), (65534, "0")):
+            command = [sys.executable, "-c", ANOTHER_USER, str(store), str(user)]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            assert done.stdout.strip() == greeted
+        assert first.ask("say", "s", "hello")["kept"]
 
 
 def test_a_program_that_is_stopped_keeps_nobody_waiting_for_its_tokenizer(

@@ -62,7 +62,7 @@ def opened(place: Place) -> Iterator[perdure.Runtime]:
 
 
 def keys(place: Place) -> None:
-    keys_command._write(place.folder / "keys", LINES)
+    keys_command.write_lines(place.folder / "keys", LINES)
 
 
 def check_keys(place: Place, done: bool) -> None:

@@ -36,6 +36,9 @@ class Sheet:
             else:
                 self._writer.add_array(key, value)
 
+    def text(self, key: str, value: str) -> None:
+        self._writer.add_string(key, value)
+
     def token_types(self, count: int) -> None:
         """How many kinds of tokens an encoder tells apart."""
         self._writer.add_token_type_count(count)

@@ -147,6 +147,12 @@ export interface MachineModel {
   slots: Slot[];
 }
 
+/** A name that a model can be asked for by, and the adapter that this name adds to it. */
+export interface ModelName {
+  id: string;
+  adapter: { name: string; scale: number } | null;
+}
+
 export interface Machine {
   version: string;
   started: number;

@@ -1,6 +1,6 @@
 /** Settings of a conversation, as they are edited and as they are sent. */
 
-import { get, type List } from "./api";
+import { get, type List, type ModelName } from "./api";
 
 /** A setting of sampling, as the server defines it. */
 export interface Option {
@@ -27,7 +27,15 @@ export function options(): Promise<Option[]> {
   return loading;
 }
 
+/** The adapters that the server offers, with the scale that it has for each. */
+export async function adapters(): Promise<Record<string, number>> {
+  const names = await get<List<ModelName>>("/v1/models");
+  return Object.fromEntries(names.data.flatMap(({ adapter }) => (adapter ? [[adapter.name, adapter.scale]] : [])));
+}
+
 export interface Settings {
+  /** Adapters of the server with their scales; null: as the server has it. */
+  adapters: Record<string, number> | null;
   /** Settings of sampling by name: a number, or lines of text. */
   sampling: Record<string, number | string[]>;
   stop: string[];
@@ -51,6 +59,7 @@ export const DEFAULT_SCHEMA = `{
 
 export function defaults(): Settings {
   return {
+    adapters: null,
     sampling: {},
     stop: [],
     overflow: "",
@@ -70,6 +79,7 @@ const TOP = 5;
 /** What a request says for these settings. A reply that `goesOn` from a text is held to no form of its own. */
 export function asked(settings: Settings, goesOn = false): Record<string, unknown> {
   const extension: Record<string, unknown> = { keep_partial: true };
+  if (settings.adapters) extension.adapters = settings.adapters;
   if (settings.overflow) extension.overflow = settings.overflow;
   if (settings.reasoning) extension.reasoning = settings.reasoning;
   if (settings.reasoning_budget !== null) extension.reasoning_budget = settings.reasoning_budget;
@@ -103,6 +113,7 @@ export function fromTurn(said: Record<string, unknown>, known: Option[]): Settin
     else if (kind === "biases") found.sampling[name] = Object.entries(value).map(([token, bias]) => `${token}=${bias}`);
     else if (typeof value === "number") found.sampling[name] = value;
   }
+  if (said.adapters && typeof said.adapters === "object") found.adapters = said.adapters as Record<string, number>;
   // Every turn has a seed; only one that was asked for is among its settings.
   if (typeof said.stop === "string") found.stop = [said.stop];
   else if (Array.isArray(said.stop)) found.stop = said.stop.map(String);

@@ -198,6 +198,8 @@ export const texts = {
     open: "Settings",
     system: "System message",
     systemFixed: "It was chosen when the conversation began. A new conversation can have another.",
+    adapter: "Adapter",
+    usualAdapter: "As the server has it",
     sampling: "Sampling",
     further: "Further settings",
     biases: "TOKEN=NUMBER, one a line",

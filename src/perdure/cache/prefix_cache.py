@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -82,7 +82,14 @@ class PrefixCacheCalls(Protocol):
     def sleep(
         self, tokens: Iterable[int], *, namespace: str = "", adapters: Scales | None = None
     ) -> None: ...
-    def save(self, tokens: Iterable[int], *, namespace: str = "", adapters: Scales | None = None) -> None: ...
+    def save(
+        self,
+        tokens: Iterable[int],
+        *,
+        namespace: str = "",
+        adapters: Scales | None = None,
+        conversation: str = "",
+    ) -> None: ...
     def pack(
         self, tokens: Iterable[int], *, namespace: str = "", adapters: Scales | None = None
     ) -> tuple[Identity, list[Block]]: ...
@@ -109,11 +116,12 @@ class PrefixCache:
         choose: Callable[[Scales | None, NDArray[np.int32]], AdapterSet | None] = lambda scales, tokens: None,
         call: Callable[[Callable[[], Any]], Any],
         post: Callable[[Callable[[], Any]], Any],
+        post_in_quiet: Callable[[Hashable, Callable[[], object]], None],
         look: Callable[..., Any],
         before_long_steps: Callable[[Callable[[], None]], None],
     ) -> None:
         """`read` computes a prompt with adapters, and `choose` tells the set that names of adapters are;
-        `call`, `post`, `look` and `before_long_steps` are the engine loop's."""
+        `call`, `post`, `post_in_quiet`, `look` and `before_long_steps` are the engine loop's."""
         self._slots = slots
         self._tiers = slots.tiers
         self._view = CacheView(slots)
@@ -122,6 +130,7 @@ class PrefixCache:
         self._choose = choose
         self._call = call
         self._post = post
+        self._post_in_quiet = post_in_quiet
         self._keeping = threading.Lock()
         self._kept = slots.kept
         if (tier := self._tiers.prefix_tier) is not None:
@@ -266,11 +275,29 @@ class PrefixCache:
         if (events := self._slots.events).on:
             events.emit(Slept, "", len(ids), namespace, time.monotonic() - began)
 
-    def save(self, tokens: Iterable[int], *, namespace: str = "", adapters: Scales | None = None) -> None:
-        """Have the state of `tokens` written behind whatever happens next. Nobody waits for it."""
+    def save(
+        self,
+        tokens: Iterable[int],
+        *,
+        namespace: str = "",
+        adapters: Scales | None = None,
+        conversation: str = "",
+    ) -> None:
+        """Have the state of `tokens` written behind whatever happens next. Nobody waits for it.
+
+        With a `conversation` that happens once the engine has nothing to do, and whatever else was read for
+        it by then is written too: the next prompt may begin otherwise than this one."""
         ids = _token_ids(tokens)
         chosen = self._choose(adapters, ids)
-        self._post(lambda: self._slots.store(ids, namespace, chosen))
+        if not conversation:
+            self._post(lambda: self._slots.store(ids, namespace, chosen))
+            return
+
+        def store() -> None:
+            self._slots.store(ids, namespace, chosen)
+            self._slots.store_conversation(namespace, conversation)
+
+        self._post_in_quiet((namespace, conversation), store)
 
     def pack(
         self, tokens: Iterable[int], *, namespace: str = "", adapters: Scales | None = None

@@ -25,9 +25,10 @@ log = logging.getLogger("perdure.chat")
 
 _WORTH = 8
 """Tokens that the next prompt would have to read before it pays to settle them."""
-_WAITING = 16
-"""Conversations that are to be settled; of more, the oldest are not."""
-
+_WAITING = 64
+"""What is due for conversations; of more, the oldest is not done."""
+_READING = 16
+"""Conversations that wait to be settled; of more, the oldest are not."""
 _IDLE = 10.0
 """Seconds after which a thread that has nothing to do ends."""
 
@@ -76,8 +77,19 @@ class Settler:
                 idle=True,
             )
 
+        self._add(request)
+
+    def then(self, function: Callable[[], object]) -> None:
+        """Call `function` in this thread, once what is due by now was asked for."""
+
+        def call() -> None:
+            function()
+
+        self._add(call)
+
+    def _add(self, make: Callable[[], Request | None]) -> None:
         with self._changed:
-            self._due.append(request)
+            self._due.append(make)
             while len(self._due) > _WAITING:
                 self._due.popleft()
             if self._thread is None:
@@ -100,7 +112,7 @@ class Settler:
                 request = make()
                 if request is not None:
                     self._reading.append(Stream(one_request(request), self._backend.submit))
-                while self._reading and (self._reading[0].done or len(self._reading) > _WAITING):
+                while self._reading and (self._reading[0].done or len(self._reading) > _READING):
                     self._reading.popleft().cancel()
             except PerdureError as error:
                 # A template that refuses what it is asked, an engine that is closed: nothing is settled.

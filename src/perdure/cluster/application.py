@@ -134,13 +134,15 @@ class Gateway:
             if len(body) > self._body_bytes:
                 return _error(413, f"a request has at most {self._body_bytes} bytes", "request_too_large")
         headers = tuple((bytes(name), bytes(value)) for name, value in request.headers.raw)
+        # A large body takes a while to read: others are answered meanwhile.
+        ask = await asyncio.to_thread(ask_of, request.url.path, headers, bytes(body))
         call = Call(
             method=request.method,
             path=request.url.path,
             query=request.url.query.encode(),
             headers=headers,
             body=bytes(body),
-            ask=ask_of(request.url.path, headers, bytes(body)),
+            ask=ask,
             client=tuple(request.client) if request.client else None,  # type: ignore[arg-type]
         )
         # What only reads may be asked twice. What may have been answered is not.

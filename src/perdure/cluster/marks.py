@@ -15,7 +15,9 @@ from typing import Any
 from urllib.parse import unquote
 
 from perdure.cluster.policy import Ask, Mark
-from perdure.server.core.middleware import session_id
+from perdure.server.core.api_error import ApiError
+from perdure.server.core.middleware import JsonScan, session_id
+from perdure.server.core.settings import Limits
 
 _IN_PATH = re.compile(r"/v1/(?:sessions|responses|conversations)/([^/]+)")
 _PIECE = 1024
@@ -30,7 +32,9 @@ def ask_of(path: str, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> As
     key = _key(headers)
     roughly = max(1, len(body) // _CHARACTERS)
     if (name := _session_name(path, headers, sent)) is not None:
-        return Ask(((_digest(b"session", key, name.encode()), roughly),), roughly)
+        # A name that is none is refused by whoever answers.
+        named = name.encode("utf-8", "surrogatepass")
+        return Ask(((_digest(b"session", key, named), roughly),), roughly)
     marks = list(_chain(key, _pieces(sent)))
     return Ask(tuple(marks[:_MOST_PIECES]), roughly)
 
@@ -86,10 +90,15 @@ def _plain(value: object) -> bytes:
 
 
 def _json(body: bytes) -> Mapping[str, Any]:
-    """The object that a body is; nothing where it is none: whoever answers says what is wrong with it."""
+    """The object that a body is; nothing where it is none, or one that no server takes: whoever answers says
+    what is wrong with it. No key was asked for yet, so it is not parsed before it was scanned."""
+    scan = JsonScan()
     try:
-        found = json.loads(body) if body[:1] in (b"{", b" ", b"\n", b"\r", b"\t") else None
-    except (ValueError, RecursionError):
+        text = body.decode() if body[:1] in (b"{", b" ", b"\n", b"\r", b"\t") else "null"
+        scan.push(body)
+        scan.check(Limits())
+        found = json.loads(text)
+    except (ValueError, RecursionError, ApiError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from perdure.engine.adapters import PLAIN, AdapterSet, Scales
 from perdure.engine.contract import Floats, Tokens
 from perdure.engine.embedder import Embedder, Reading
 from perdure.errors import BusyError, ClosedError, InvalidInputError
@@ -115,9 +116,17 @@ class EmbeddingQueue:
     """
 
     def __init__(
-        self, opened: Callable[[], Embedder], post: EngineCall, *, replying: Callable[[], bool], limit: int
+        self,
+        opened: Callable[[], Embedder],
+        post: EngineCall,
+        *,
+        choose: Callable[[Scales | None, Tokens], AdapterSet | None],
+        replying: Callable[[], bool],
+        limit: int,
     ) -> None:
+        """`choose` finds the adapters for a text, of who names some or none."""
         self._opened = opened
+        self._choose = choose
         self._post = post
         self._replying = replying
         self._limit = limit
@@ -134,12 +143,15 @@ class EmbeddingQueue:
         """Numbers of a vector."""
         return self._ready().width
 
-    def submit(self, texts: Sequence[Tokens]) -> EmbeddingFuture:
+    def submit(self, texts: Sequence[Tokens], adapters: Scales | None = None) -> EmbeddingFuture:
         """Queue texts; cancel the future to have no more of them read. What is wrong is raised here."""
         if not len(texts):
             raise InvalidInputError("there is nothing to embed; give at least one text")
         embedder = self._ready()
-        task = _Task([embedder.begin(text, f"text {index}") for index, text in enumerate(texts)])
+        readings = [embedder.begin(text, f"text {index}") for index, text in enumerate(texts)]
+        for reading in readings:
+            reading.adapters = self._choose(adapters, reading.tokens) or PLAIN
+        task = _Task(readings)
         with self._changing:
             if self._closed:
                 raise ClosedError("this runtime is closed")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -44,10 +45,14 @@ from perdure.events.hub import EventHub
 
 T = TypeVar("T")
 
+log = logging.getLogger("perdure.decode")
+
 CHUNK = 64
 """Prompt tokens a step while others wait, until it is known how long they take; in exact mode always."""
 STALL = 0.05
 """Seconds for which a running reply may be held up by others' prompts."""
+_LONGEST_QUIET = 1.0
+"""Seconds without a request after which nothing that waits for quiet waits any longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +101,13 @@ class EngineLoop:
         self._limit = queue
         self._exact = exact
         # Exact replies are cut at fixed places, however long that takes.
-        self._pacer = PrefillPacer(chunk=chunk, largest=context.n_batch, stall=0 if exact else stall)
-        self._scheduler: Scheduler = ExactScheduler() if exact else BatchScheduler(hold=stall)
+        self.pacer = PrefillPacer(chunk=chunk, largest=context.n_batch, stall=0 if exact else stall)
+        self.scheduler: Scheduler = ExactScheduler() if exact else BatchScheduler(hold=stall)
         rows = context.capabilities.max_outputs
         self._budget = Budget(
-            tokens=context.n_batch, rows=rows, chunk=self._pacer.chunk, alone=self._pacer.alone
+            tokens=context.n_batch, rows=rows, chunk=self.pacer.chunk, alone=self.pacer.alone
         )
-        self._slots = slots or FreshSlots(context)
+        self.slots = slots or FreshSlots(context)
         self._speculator = (
             Speculator(drafters, n_ctx=context.n_ctx, prepares=context.capabilities.asynchronous)
             if drafters and not exact
@@ -111,7 +116,7 @@ class EngineLoop:
         # Asked for at every token.
         self._piece = functools.cache(model.piece)
         self._events = StepEvents(events or EventHub(), context, self._piece)
-        self._executor = Executor(context, self._slots, self._pacer, self._events, self._speculator)
+        self.executor = Executor(context, self.slots, self.pacer, self._events, self._speculator)
         self._grammars = Grammars(model)
         self._breakers = BreakerTable(model)
         self._adapters = adapters or AdapterTable(getattr(model, "adapter", None))
@@ -121,6 +126,12 @@ class EngineLoop:
         """Work that waits until there is no other."""
         self._active: list[SequenceGroup] = []
         self._calls: list[_Call] = []
+        self._in_quiet: dict[Hashable, Callable[[], object]] = {}
+        """What is done once nobody asks for anything, by what tells one from another."""
+        self._quiet_seconds = 0.0
+        """How long the latest of these took."""
+        self._last_end = -math.inf
+        """When a request ended last."""
         self._stop_call: Callable[[], None] | None = None
         self._before_long: list[Callable[[], None]] = []
         self._in_long_step = False
@@ -162,7 +173,7 @@ class EngineLoop:
                 self._changed.notify_all()
                 return group
             # Those who came a moment ago and will find a free slot do not count as waiting.
-            free = self._slots.count - sum(each.slots for each in self._active if each.rank < Rank.IDLE)
+            free = self.slots.count - sum(each.slots for each in self._active if each.rank < Rank.IDLE)
             waiting = len(self._waiting) - free
             if waiting >= self._limit:
                 raise BusyError(
@@ -178,7 +189,7 @@ class EngineLoop:
             self._changed.notify_all()
             has_room = free > 0 or any(each.rank > group.rank for each in self._active)
         if has_room:
-            self._executor.interrupt()
+            self.executor.interrupt()
         return group
 
     def call(self, function: Callable[[], T]) -> T:
@@ -195,6 +206,15 @@ class EngineLoop:
             self._calls.append(_Call(function, answer, stop))
             self._changed.notify_all()
         return answer
+
+    def post_in_quiet(self, key: Hashable, function: Callable[[], object]) -> None:
+        """Have `function` run in the engine thread once nobody has asked for anything for as long as the
+        latest such function took, a second at most: whoever comes just then waits for it. The next one with
+        the same key takes its place. What is left when the loop is closed is not done."""
+        with self._changed:
+            self._in_quiet.pop(key, None)
+            self._in_quiet[key] = function
+            self._changed.notify_all()
 
     def look(self, function: Callable[[], T], meanwhile: Callable[[], T] | None = None) -> T:
         """Like `call`, for what only looks: nobody waits for a step of a prompt. During such a step
@@ -238,7 +258,7 @@ class EngineLoop:
         self.check_thread()
         with self._changed:
             self._closing = True
-            self._executor.stop()
+            self.executor.stop()
             if self._stop_call is not None:
                 self._stop_call()
             self._changed.notify_all()
@@ -253,7 +273,7 @@ class EngineLoop:
 
     def cancel(self, output: SequenceGroup) -> None:
         """End a request that was submitted here. The garbage collector calls this, too, anywhere."""
-        self._executor.cancel(output)
+        self.executor.cancel(output)
         with self._changed:
             self._cancelled = True
             self._changed.notify_all()
@@ -267,7 +287,9 @@ class EngineLoop:
                 if not self._active:
                     with self._changed:
                         while not (self._waiting or self._calls or self._closing or self._idle):
-                            self._changed.wait()
+                            if (wait := self._until_quiet()) == 0:
+                                break
+                            self._changed.wait(wait)
                 if self._closing:
                     break
                 self._round()
@@ -281,7 +303,7 @@ class EngineLoop:
         """One round of the loop. Nothing of a request is left in its frame while the loop sleeps."""
         if self._calls or self._waiting:
             # Either may take long: what was drawn does not wait for it.
-            self._executor.notify()
+            self.executor.notify()
         if self._calls:
             self._answer_calls()
         if self._cancelled or time.monotonic() >= self._next_deadline:
@@ -289,13 +311,16 @@ class EngineLoop:
         if self._waiting:
             self._set_idle_aside()
             self._admit()
-        elif self._idle and not self._active:
-            self._admit_idle()
+        elif not self._active and (self._idle or self._in_quiet):
+            if self._idle:
+                self._admit_idle()
+            elif self._until_quiet() == 0:
+                self._use_quiet()
         self._turn += 1
-        pacer = self._pacer
+        pacer = self.pacer
         if self._budget.chunk != pacer.chunk or self._budget.alone != pacer.alone:
             self._budget = replace(self._budget, chunk=pacer.chunk, alone=pacer.alone)
-        for step in self._scheduler.plan(self._active, self._slots, self._budget, turn=self._turn):
+        for step in self.scheduler.plan(self._active, self.slots, self._budget, turn=self._turn):
             # At every token: a generator would take longer than to look.
             tokens = 0
             for chunk in step:
@@ -303,10 +328,10 @@ class EngineLoop:
             if tokens >= len(step) + TIMED:
                 self._execute_long(step)
             else:
-                self._executor.execute(step, self._active, self._budget)
+                self.executor.execute(step, self._active, self._budget)
         self._collect(self._active)
         if not self._active:
-            self._executor.notify()
+            self.executor.notify()
 
     def _execute_long(self, step: Step) -> None:
         """Execute a step of a prompt. Those who only look do so meanwhile."""
@@ -319,7 +344,7 @@ class EngineLoop:
         for call in looks:
             call.answer.set_exception(_LongStep())
         try:
-            self._executor.execute(step, self._active, self._budget)
+            self.executor.execute(step, self._active, self._budget)
         finally:
             with self._changed:
                 self._in_long_step = False
@@ -358,7 +383,7 @@ class EngineLoop:
         while True:
             with self._changed:
                 waiting = list(self._waiting)
-            for group in admit(waiting, self._slots):
+            for group in admit(waiting, self.slots):
                 with self._changed:
                     self._waiting.remove(group)
                     self._active.append(group)
@@ -369,7 +394,7 @@ class EngineLoop:
             later = None if self._exact else to_give_way(list(self._waiting), self._active)
             if later is None:
                 break
-            self._executor.give_way(later)
+            self.executor.give_way(later)
             with self._changed:
                 self._active.remove(later)
                 self._waiting.appendleft(later)
@@ -378,7 +403,7 @@ class EngineLoop:
     def _set_idle_aside(self) -> None:
         """Idle work gives way before a request is admitted: what it has read is in its slot, and is used."""
         for group in [each for each in self._active if each.rank == Rank.IDLE]:
-            self._executor.give_way(group)
+            self.executor.give_way(group)
             with self._changed:
                 self._active.remove(group)
                 self._idle.appendleft(group)
@@ -387,7 +412,7 @@ class EngineLoop:
         """One at a time, the latest first: its conversation is the likeliest to go on."""
         with self._changed:
             group = self._idle.pop()
-        for each in admit([group], self._slots):
+        for each in admit([group], self.slots):
             with self._changed:
                 self._active.append(each)
             break
@@ -397,6 +422,24 @@ class EngineLoop:
             with self._changed:
                 self._active.append(group)
         self._collect(self._active)
+
+    def _until_quiet(self) -> float | None:
+        """Seconds until what waits for quiet is done, if nobody comes; None where nothing waits."""
+        if not self._in_quiet:
+            return None
+        return max(0.0, self._last_end + self._quiet_seconds - time.monotonic())
+
+    def _use_quiet(self) -> None:
+        """One at a time: others may have come meanwhile."""
+        with self._changed:
+            function = self._in_quiet.pop(next(iter(self._in_quiet)))
+        began = time.monotonic()
+        try:
+            function()
+        except Exception:
+            # Nobody waits for it, and nobody may suffer from it.
+            log.exception("what was to be done in quiet could not be")
+        self._quiet_seconds = min(time.monotonic() - began, _LONGEST_QUIET)
 
     def _collect(self, groups: Sequence[SequenceGroup]) -> None:
         """Hand the slots of finished sequences on, and finished requests back."""
@@ -408,7 +451,7 @@ class EngineLoop:
                     changed.append(group)
                     break
         for group in changed:
-            self._executor.collect(group)
+            self.executor.collect(group)
             if group.done:
                 with self._changed:
                     next(each for each in (self._active, self._waiting, self._idle) if group in each).remove(
@@ -417,6 +460,7 @@ class EngineLoop:
                 self._complete(group)
 
     def _complete(self, group: SequenceGroup) -> None:
+        self._last_end = time.monotonic()
         if self._events.hub.on:
             self._events.ended(group)
         group.complete()

@@ -75,7 +75,7 @@ class Executor:
         """How long the last step took."""
         self._began = 0.0
         """When the step in flight began."""
-        self._interrupted: tuple[int, int] | None = None
+        self.interrupted: tuple[int, int] | None = None
         """The sequence and place of the last step that a newcomer interrupted."""
 
     # From any thread.
@@ -97,8 +97,8 @@ class Executor:
             place = (id(chunk.sequence), chunk.start)
             passed = time.monotonic() - self._began
             left = self._pacer.seconds(chunk.count) - passed
-            if place != self._interrupted and left > max(PATIENCE, passed):
-                self._interrupted = place
+            if place != self.interrupted and left > max(PATIENCE, passed):
+                self.interrupted = place
                 self._context.cancel()
 
     def stop(self) -> None:

@@ -105,7 +105,7 @@ class TokenSequence:
         self._push = push
         self._text = self._text_behind(request.reply_prefix[request.emitted :])
         self._text_decides = bool(request.stops) or matcher is not None
-        self._undelivered: list[tuple[int, tuple[TokenLogprob, ...]]] = []
+        self.undelivered: list[tuple[int, tuple[TokenLogprob, ...]]] = []
         self._parts: list[str] = []
         self._logprobs: list[TokenLogprob] = []
         self._prompt_logprobs: list[TokenLogprob] = []
@@ -263,7 +263,7 @@ class TokenSequence:
             self.deliver()
             self._decide(token, new)
         else:
-            self._undelivered.append((token, new))
+            self.undelivered.append((token, new))
 
     def _decide(self, token: int, new: tuple[TokenLogprob, ...]) -> None:
         """Deliver a token whose text may end the reply, or that is its last."""
@@ -280,7 +280,7 @@ class TokenSequence:
 
     def deliver(self) -> None:
         """Put what was taken since the last time into the output queue, as text."""
-        undelivered, self._undelivered = self._undelivered, []
+        undelivered, self.undelivered = self.undelivered, []
         for token, new in undelivered:
             self._push([Delta(self._text_of(token), (token,), new, self.index)])
 

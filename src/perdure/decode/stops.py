@@ -53,7 +53,7 @@ class TextStream:
         known, found, held = self._held + text, [], 0
         for at, stop in enumerate(self._stops):
             if (matched := self._matched[at]) or stop[0] in text:
-                end, self._matched[at] = _read(stop, self._borders[at], matched, text)
+                end, self._matched[at] = advance(stop, self._borders[at], matched, text)
                 if end is not None:
                     found.append((end, -len(stop)))
                 held = max(held, self._matched[at])
@@ -67,7 +67,7 @@ class TextStream:
         return known[:cut]
 
 
-def _read(stop: str, borders: Sequence[int], matched: int, text: str) -> tuple[int | None, int]:
+def advance(stop: str, borders: Sequence[int], matched: int, text: str) -> tuple[int | None, int]:
     """Read `text` behind one that ends with the first `matched` characters of `stop` (Knuth, Morris and
     Pratt): where in it the stop is complete, if it is, and how much of the stop it ends with now."""
     for at, char in enumerate(text, 1):

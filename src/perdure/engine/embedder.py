@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.closing import Closing
+from perdure.engine.adapters import PLAIN, AdapterSet
 from perdure.engine.contract import Batch, BatchPart, Core, Floats, Outcome, Tokens, token_array
 from perdure.errors import (
     ClosedError,
@@ -39,8 +40,9 @@ class Pooling(enum.Enum):
 class Reading:
     """One text on its way to a vector: how far it was read, and what of it is needed."""
 
-    def __init__(self, tokens: NDArray[np.int32]) -> None:
+    def __init__(self, tokens: NDArray[np.int32], adapters: AdapterSet = PLAIN) -> None:
         self.tokens = tokens
+        self.adapters = adapters
         self.at = 0
         self.pooled: NDArray[np.float64] | None = None
 
@@ -48,9 +50,9 @@ class Reading:
 class Embedder(Closing):
     """A native context for texts that are read once.
 
-    Always holds: a vector depends on its text alone, to the last bit; it has length 1 and finite numbers (one
-    that scores pairs gives a single number, as it is);
-    nothing of a text is left in the memory when the next begins. Calls from several threads queue.
+    Always holds: a vector depends on its text and its adapters alone, to the last bit; it has length 1 and
+    finite numbers (one that scores pairs gives a single number, as it is); nothing of a text is left in the
+    memory when the next begins. Calls from several threads queue.
     """
 
     def __init__(self, core: Core, *, pooling: Pooling, n_ctx: int, chunk: int) -> None:
@@ -63,21 +65,22 @@ class Embedder(Closing):
         self._batch = Batch(chunk)
         self._lock = threading.RLock()
         self._current: Reading | None = None
+        self._applied = PLAIN
         self._closed = False
 
     @property
     def closed(self) -> bool:
         return self._closed
 
-    def embed(self, tokens: Tokens) -> Floats:
+    def embed(self, tokens: Tokens, adapters: AdapterSet = PLAIN) -> Floats:
         """The vector of a text."""
-        reading = self.begin(tokens)
+        reading = self.begin(tokens, adapters=adapters)
         with self._lock:
             while (vector := self.step(reading)) is None:
                 pass
             return vector
 
-    def begin(self, tokens: Tokens, what: str = "a text") -> Reading:
+    def begin(self, tokens: Tokens, what: str = "a text", *, adapters: AdapterSet = PLAIN) -> Reading:
         """Check a text. Nothing is computed yet; `what` is what errors call it."""
         ids = self._check_tokens(tokens, what)
         if len(ids) > self.n_ctx:
@@ -87,7 +90,7 @@ class Embedder(Closing):
                 needed=len(ids),
                 fits=self.n_ctx,
             )
-        return Reading(ids)
+        return Reading(ids, adapters)
 
     def step(self, reading: Reading) -> Floats | None:
         """Read the next chunk of a text: its vector, once that was the last. One text at a time."""
@@ -118,10 +121,15 @@ class Embedder(Closing):
                 self._core.close()
 
     def _read(self, reading: Reading) -> Floats:
-        chunk = reading.tokens[reading.at : reading.at + self._batch.capacity]
+        end = reading.at + self._batch.capacity
+        if reading.at < reading.adapters.start < end:
+            # Behind this token other adapters compute.
+            end = int(reading.adapters.start)
+        chunk = reading.tokens[reading.at : end]
         self._batch.fill([BatchPart(0, reading.at, chunk, np.ones(len(chunk), np.int8))])
         # Whatever goes wrong from here on, this text cannot go on.
         self._current = None
+        self._use(reading.adapters.at(reading.at))
         outcome = self._core.decode(self._batch)
         if outcome is Outcome.ABORTED:
             raise DecodeCancelled("the reading of a text was stopped", kept={})
@@ -130,6 +138,12 @@ class Embedder(Closing):
         self._current = reading
         reading.at += len(chunk)
         return self._core.hidden(len(chunk))
+
+    def _use(self, adapters: AdapterSet) -> None:
+        if adapters != self._applied:
+            if not self._core.adapt(dict(adapters.scales)):
+                raise EngineError("the engine refused these adapters for embeddings")
+            self._applied = adapters
 
     def _pool(self, reading: Reading, rows: Floats) -> None:
         """Take what is needed out of engine memory."""

@@ -21,7 +21,7 @@ R = TypeVar("R")
 
 _MOST = 8
 """Threads: a few already move memory as fast as the machine can."""
-_FEW = 6
+MOST_THREADS = 6
 """Threads that share work of less than a millisecond: to wake more takes longer than they save."""
 _LARGE = 8 << 20
 """Bytes below which starting threads takes longer than the work."""
@@ -64,7 +64,7 @@ def spread(
 def assist(work: Callable[[], object], most: int) -> None:
     """Have a few idle threads, at most `most`, call `work` too once they are awake. Nobody waits for them:
     what is to be done is taken piece by piece by whoever is there."""
-    idle = _idle_helpers(os.getpid())
+    idle = idle_helpers(os.getpid())
     for _ in range(min(most, threads() - 1)):
         try:
             helper = idle.pop()
@@ -100,10 +100,10 @@ class _Helper:
 
 
 @functools.lru_cache(maxsize=1)
-def _idle_helpers(process: int) -> list[_Helper]:
+def idle_helpers(process: int) -> list[_Helper]:
     """The threads of one process that have nothing to do."""
     idle: list[_Helper] = []
-    for _ in range(_FEW - 1):
+    for _ in range(MOST_THREADS - 1):
         try:
             idle.append(_Helper(idle))
         except RuntimeError:

@@ -24,7 +24,7 @@ from perdure.identity import Identity
 MAGIC = b"PERDURE\x00"
 VERSION = 1
 _HEAD = struct.Struct("<8sIIQQ16s32s")
-_CHECKSUM = slice(32, 48)
+CHECKSUM = slice(32, 48)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +68,10 @@ def pack(identity: Identity, tokens: NDArray[np.int32], payload: NDArray[np.uint
     head += words + tokens.astype("<i4").tobytes()
 
     def sealed() -> bytes:
-        digest = xxhash.xxh3_128(head[: _CHECKSUM.start])
-        digest.update(head[_CHECKSUM.stop :])
+        digest = xxhash.xxh3_128(head[: CHECKSUM.start])
+        digest.update(head[CHECKSUM.stop :])
         digest.update(payload.data)
-        return head[: _CHECKSUM.start] + digest.digest() + head[_CHECKSUM.stop :]
+        return head[: CHECKSUM.start] + digest.digest() + head[CHECKSUM.stop :]
 
     return joined(sealed, len(head), payload)
 
@@ -118,6 +118,6 @@ def _foreign(words: bytes, identity: Identity) -> IncompatibleStateError:
 
 def _checksum(view: memoryview) -> bytes:
     digest = xxhash.xxh3_128()
-    digest.update(view[: _CHECKSUM.start])
-    digest.update(view[_CHECKSUM.stop :])
+    digest.update(view[: CHECKSUM.start])
+    digest.update(view[CHECKSUM.stop :])
     return digest.digest()

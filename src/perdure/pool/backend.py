@@ -10,6 +10,7 @@ from perdure.cache.prefix_cache import PrefixCacheCalls
 from perdure.decode.embedding import EmbeddingFuture
 from perdure.decode.request import Request
 from perdure.decode.stream import OutputQueue
+from perdure.engine.adapters import Scales
 from perdure.engine.contract import Tokenizer, Tokens
 from perdure.errors import ClosedError
 from perdure.events.hub import EventHub
@@ -76,8 +77,8 @@ class PooledBackend:
     def submit(self, request: Request) -> OutputQueue:
         return self._loaded().submit(request)
 
-    def embed(self, texts: Sequence[Tokens]) -> EmbeddingFuture:
-        return self._loaded().embed(texts)
+    def embed(self, texts: Sequence[Tokens], adapters: Scales | None = None) -> EmbeddingFuture:
+        return self._loaded().embed(texts, adapters)
 
     def embedding_width(self) -> int:
         return self._loaded().embedding_width()

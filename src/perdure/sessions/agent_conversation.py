@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from perdure.chat.message import Message
 from perdure.chat.volatile import stable_key
@@ -64,12 +64,21 @@ class AgentConversation:
             yield sessions.get(self.line(number), namespace)
 
 
+class FoundLine(NamedTuple):
+    """The session that a history goes on from."""
+
+    session: Session
+    said: list[Message]
+    """What is new in the history."""
+    made: bool
+    """Whether it was branched off or made for this."""
+
+
 def find_line(
     sessions: Sessions, conversation: AgentConversation, messages: Sequence[Message], namespace: str
-) -> tuple[Session, list[Message]] | None:
-    """The session that a history goes on from, opened, branched off or made; and what is new in the history.
-    None for a history that no session can hold, and for the last request of a conversation that goes on from
-    none."""
+) -> FoundLine | None:
+    """The session that a history goes on from, opened, branched off or made. None for a history that no
+    session can hold, and for the last request of a conversation that goes on from none."""
     system, rest = _without_system(messages)
     if all(each.role in ("system", "developer") for each in rest) or rest[-1].role == "assistant":
         return None
@@ -78,7 +87,7 @@ def find_line(
     for session in conversation.lines(sessions, namespace):
         common, stored = _compared(session, system, keys)
         if common == stored and common < len(keys):
-            return session, _behind(rest, keys, common)
+            return FoundLine(session, _behind(rest, keys, common), made=False)
         if common > (best[0] if best is not None else 0):
             best = (common, session)
     if conversation.closes:
@@ -98,11 +107,11 @@ def find_line(
         if said < len(keys):
             branch = best[1].fork(name, turn=turn)
             branch.note(conversation.origin)
-            return branch, _behind(rest, keys, said)
+            return FoundLine(branch, _behind(rest, keys, said), made=True)
     made = sessions.create(
         name, system=system, namespace=namespace, agent=conversation.agent, parent=conversation.parent
     )
-    return made, list(rest)
+    return FoundLine(made, list(rest), made=True)
 
 
 def _compared(session: Session, system: str | None, keys: Sequence[tuple[int, object]]) -> tuple[int, int]:

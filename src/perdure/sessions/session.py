@@ -544,11 +544,13 @@ class Session(SessionView):
             at = self._place(count)
             return self._host.store.label(self._info, at, label, kind, note)
 
-    def delete(self) -> None:
-        """Forget the session. Forks of it, and memories, stay."""
+    def delete(self, *, turns: int | None = None) -> None:
+        """Forget the session, with `turns` only if it still has so many: nobody has gone on with it. Forks of
+        it, and memories, stay."""
         with self._changing():
-            self._host.remove(self)
-            self._deleted = True
+            if turns is None or self.turns == turns:
+                self._host.remove(self)
+                self._deleted = True
 
     arewind = _in_thread(rewind)
     alabel = _in_thread(label)
@@ -642,6 +644,10 @@ class Session(SessionView):
         self.saved = self._host.write_behind(
             whole.tokens, self.namespace, saved, adapters=pending.settings.get("adapters")
         )
+        if self.origin.get("agent"):
+            self._host.save_in_quiet(
+                whole.tokens, self.namespace, self._conversation, adapters=pending.settings.get("adapters")
+            )
         return replace(reply, kept=True)
 
     def _answered(

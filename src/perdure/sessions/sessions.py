@@ -76,8 +76,8 @@ class Sessions(Closing):
         self._closed = False
         self._lock = threading.RLock()
         self._open: weakref.WeakValueDictionary[tuple[str, str], Session] = weakref.WeakValueDictionary()
-        self._at_hand: OrderedDict[tuple[str, str], Session] = OrderedDict()
-        self._origin_bytes: dict[tuple[str, str], int] = {}
+        self._at_hand: OrderedDict[tuple[str, str], tuple[Session, int]] = OrderedDict()
+        """Each with the bytes of its origin."""
         """What the origin of each of those takes."""
 
     def close(self) -> None:
@@ -344,7 +344,6 @@ class Sessions(Closing):
             if self._open.get(key) is session:
                 del self._open[key]
                 self._at_hand.pop(key, None)
-                self._origin_bytes.pop(key, None)
 
     def write_behind(
         self,
@@ -366,6 +365,22 @@ class Sessions(Closing):
                 self.backend.cache.save(tokens, namespace=namespace, adapters=adapters)
                 return len(tokens)
         return saved
+
+    def save_in_quiet(
+        self,
+        tokens: Sequence[int],
+        namespace: str,
+        conversation: str,
+        *,
+        adapters: Mapping[str, float] | None = None,
+    ) -> None:
+        """Have the state of a session, and what is read ahead for it, written as soon as the engine has
+        nothing to do: whatever dies then, only what is new is read again."""
+        if self._durable:
+            cache = self.backend.cache
+            self.chat_format.settler.then(
+                lambda: cache.save(tokens, namespace=namespace, adapters=adapters, conversation=conversation)
+            )
 
     # Inside.
 
@@ -411,18 +426,16 @@ class Sessions(Closing):
     def _keep_at_hand(self, key: tuple[str, str], session: Session) -> None:
         """Keep a session in memory, and let those go that were not asked for the longest. A stored response
         has its whole request in its origin: one that is large by itself is read again each time."""
-        if self._at_hand.get(key) is not session:
-            self._origin_bytes[key] = _weight(session.origin)
-        self._at_hand[key] = session
-        self._at_hand.move_to_end(key)
-        while len(self._at_hand) > _AT_HAND or self._bytes_at_hand > _AT_HAND_BYTES:
-            oldest, _ = self._at_hand.popitem(last=False)
-            self._origin_bytes.pop(oldest, None)
+        before, nbytes = self._at_hand.pop(key, (None, 0))
+        self._at_hand[key] = session, nbytes if before is session else _weight(session.origin)
+        while (kept := self.at_hand)[0] > _AT_HAND or kept[1] > _AT_HAND_BYTES:
+            self._at_hand.popitem(last=False)
 
     @property
-    def _bytes_at_hand(self) -> int:
-        """Of memory, about: sessions grow while they are used."""
-        return sum(self._origin_bytes.values()) + sum(each.turns_at_hand for each in self._at_hand.values())
+    def at_hand(self) -> tuple[int, int]:
+        """How many sessions are kept in memory, and about how many bytes these take: they grow in use."""
+        kept = self._at_hand.values()
+        return len(kept), sum(origin + session.turns_at_hand for session, origin in kept)
 
 
 def _weight(value: Any) -> int:

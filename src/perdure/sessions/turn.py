@@ -254,8 +254,8 @@ def transcript(turns: Iterable[Turn]) -> Transcript:
         keep_chars, keep_tokens = turn.keep
         if not 0 <= keep_chars <= chars or not 0 <= keep_tokens <= count:
             raise CorruptStateError(f"a turn goes on from token {keep_tokens}, but only {count} lead to it")
-        _shorten(texts, chars - keep_chars)
-        _shorten(tokens, count - keep_tokens)
+        shorten(texts, chars - keep_chars)
+        shorten(tokens, count - keep_tokens)
         chars, count = keep_chars, keep_tokens
         while cuts and (cuts[-1][0] > chars or cuts[-1][1] > count):
             cuts.pop()
@@ -270,7 +270,7 @@ def transcript(turns: Iterable[Turn]) -> Transcript:
     return Transcript("".join(texts), whole, tuple(cuts))
 
 
-def _shorten(parts: list[Any], by: int) -> None:
+def shorten(parts: list[Any], by: int) -> None:
     """Drop the last `by` characters or tokens of `parts`."""
     while by:
         last = parts.pop()

@@ -120,9 +120,10 @@ class BackendClient:
             raise pending.refusal
         return pending
 
-    def embed(self, texts: Sequence[Tokens]) -> EmbeddingFuture:
+    def embed(self, texts: Sequence[Tokens], adapters: Scales | None = None) -> EmbeddingFuture:
         answer = EmbeddingFuture()
-        self._pending.ask("backend", "embed", ([_plain(text) for text in texts],), {}, answer)
+        plain = [_plain(text) for text in texts]
+        self._pending.ask("backend", "embed", (plain, _plain(adapters)), {}, answer)
         self._request_start()
         return answer
 
@@ -264,8 +265,22 @@ class RemotePrefixCache:
     def sleep(self, tokens: Iterable[int], *, namespace: str = "", adapters: Scales | None = None) -> None:
         self._ask("cache", PrefixCacheCalls.sleep, tokens, namespace=namespace, adapters=adapters)
 
-    def save(self, tokens: Iterable[int], *, namespace: str = "", adapters: Scales | None = None) -> None:
-        self._ask("cache", PrefixCacheCalls.save, tokens, namespace=namespace, adapters=adapters)
+    def save(
+        self,
+        tokens: Iterable[int],
+        *,
+        namespace: str = "",
+        adapters: Scales | None = None,
+        conversation: str = "",
+    ) -> None:
+        self._ask(
+            "cache",
+            PrefixCacheCalls.save,
+            tokens,
+            namespace=namespace,
+            adapters=adapters,
+            conversation=conversation,
+        )
 
     def pack(
         self, tokens: Iterable[int], *, namespace: str = "", adapters: Scales | None = None

@@ -147,7 +147,7 @@ def main() -> None:
     from perdure.chat.template.template import Template
 
     # Eight of them last until the limit.
-    limits._SECONDS = 0.5
+    limits.SECONDS = 0.5
     messages = [Message(role="user", content="Hi")]
     Template("a").render(messages)
     start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

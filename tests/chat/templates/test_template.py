@@ -158,7 +158,7 @@ def test_a_construct_of_jinja_gives_what_it_gives_in_transformers(name: str) -> 
 def test_the_comparison_has_teeth(monkeypatch: pytest.MonkeyPatch) -> None:
     """With HTML escaped as Jinja's own filter does it, or content left out, the texts differ."""
     check_same(SCRAPS["json"], CONVERSATIONS["one"], ())
-    monkeypatch.setitem(module._sandbox().filters, "tojson", lambda value, **_: json.dumps(value))
+    monkeypatch.setitem(module.sandbox().filters, "tojson", lambda value, **_: json.dumps(value))
     ours.cache_clear()
     with pytest.raises(AssertionError):
         check_same(SCRAPS["json"], CONVERSATIONS["one"], ())

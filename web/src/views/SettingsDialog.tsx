@@ -2,7 +2,7 @@
 
 import { useEffect, useState } from "preact/hooks";
 import type { Conversation } from "../conversation";
-import { type Option, options, type Settings } from "../settings";
+import { adapters, type Option, options, type Settings } from "../settings";
 import { texts } from "../texts";
 import { Dialog } from "./Dialog";
 
@@ -33,9 +33,11 @@ export function SettingsDialog({ talk, onClose }: { talk: Conversation; onClose:
     onClose();
   };
   const [known, know] = useState<Option[]>([]);
+  const [offered, offer] = useState<Record<string, number>>({});
   useEffect(() => {
     // Where it cannot be asked, the conversation itself says what is wrong.
     options().then(know, () => know([]));
+    adapters().then(offer, () => offer({}));
   }, []);
   const set = (name: string, value: number | string[] | null) => {
     const sampling = { ...edited.sampling };
@@ -71,6 +73,14 @@ export function SettingsDialog({ talk, onClose }: { talk: Conversation; onClose:
           />
         </label>
         {talk.name !== null && <p class="hint">{words.systemFixed}</p>}
+        {Object.keys(offered).length > 0 && (
+          <Choice
+            label={words.adapter}
+            options={{ "": words.usualAdapter, ...Object.fromEntries(Object.keys(offered).map((name) => [name, name])) }}
+            value={Object.keys(edited.adapters ?? {})[0] ?? ""}
+            onChange={(name) => change({ adapters: name ? { [name]: offered[name] ?? 1 } : null })}
+          />
+        )}
         <fieldset>
           <legend>{words.sampling}</legend>
           {fields(true)}

@@ -532,6 +532,12 @@ class SlotCache:
         self.tiers.store_lower([block for block in hit.blocks if isinstance(block, Block)])
         return hit.length, self.blocks.root(namespace, adapters)
 
+    def store_conversation(self, namespace: str, conversation: str) -> None:
+        """Put what idle slots hold of a conversation into the tiers: what was read ahead for it too."""
+        for slot in self.table.all:
+            if not slot.busy and not slot.use.side and slot.use.key == (namespace, conversation):
+                self._swapper.store(slot)
+
     def _kept_changed(self, prefix: KeptPrefix, listed: bool) -> None:
         """A warmed prefix is listed, or is not any more."""
         names = list(chain(BlockId(prefix.root), prefix.ids, self._block_size))

@@ -61,11 +61,11 @@ class MemoryTier:
         self._roots: dict[BlockId, ChildIndex] = {}
         self._queues: dict[str, list[tuple[int, BlockId]]] = {}
         """The leaves of each owner, those of the least worth first."""
-        self._held: dict[str, int] = {}
+        self.owner_bytes: dict[str, int] = {}
         """Bytes of each owner."""
-        self._seen: dict[str, int] = {}
+        self.owner_used: dict[str, int] = {}
         """When something of an owner was last used."""
-        self._clock = 0
+        self.clock = 0
         """Bytes that were stored so far, and a byte for each use."""
         self._gone: dict[BlockId, None] = {}
 
@@ -133,7 +133,7 @@ class MemoryTier:
             above.children.add(key, block.id)
         self._gone.pop(block.id, None)
         self._count(node, block, 1)
-        self._clock += block.nbytes
+        self.clock += block.nbytes
         self._touch(node)
         return True
 
@@ -205,8 +205,8 @@ class MemoryTier:
         self._nodes.clear()
         self._roots.clear()
         self._queues.clear()
-        self._held.clear()
-        self._seen.clear()
+        self.owner_bytes.clear()
+        self.owner_used.clear()
         self._gone.clear()
         self.evicted_as.clear()
         self.nbytes = self.state_bytes = self.evicted = 0
@@ -227,9 +227,9 @@ class MemoryTier:
                 self.drop(sibling.id)
 
     def _touch(self, node: _Node) -> None:
-        self._clock += 1
-        self._seen[node.owner] = self._clock
-        node.worth = self.eviction.worth(node.id, self._clock, self.budget)
+        self.clock += 1
+        self.owner_used[node.owner] = self.clock
+        node.worth = self.eviction.worth(node.id, self.clock, self.budget)
         self._offer(node)
 
     def _offer(self, node: _Node) -> None:
@@ -246,7 +246,7 @@ class MemoryTier:
 
     def _least_worth(self, keep: BlockId, owner: str, size: int) -> _Node | None:
         """The leaf to go for `size` more bytes of `owner`."""
-        payers = self.eviction.payers(owner, size, self._held, self._seen, self._clock, self.budget)
+        payers = self.eviction.payers(owner, size, self.owner_bytes, self.owner_used, self.clock, self.budget)
         # Where all that they have is in use, whoever asks pays.
         for owners in (payers, [owner]):
             leaves = [leaf for each in owners if (leaf := self._first_leaf(each, keep)) is not None]
@@ -304,10 +304,10 @@ class MemoryTier:
     def _count(self, node: _Node, block: Block, sign: int) -> None:
         self.nbytes += sign * block.nbytes
         self.state_bytes += sign * block.state_bytes
-        self._held[node.owner] = self._held.get(node.owner, 0) + sign * block.nbytes
-        self._seen.setdefault(node.owner, self._clock)
-        if not self._held[node.owner]:
+        self.owner_bytes[node.owner] = self.owner_bytes.get(node.owner, 0) + sign * block.nbytes
+        self.owner_used.setdefault(node.owner, self.clock)
+        if not self.owner_bytes[node.owner]:
             # Its clock too: who comes and goes leaves nothing.
-            del self._held[node.owner]
-            self._seen.pop(node.owner, None)
+            del self.owner_bytes[node.owner]
+            self.owner_used.pop(node.owner, None)
             self._queues.pop(node.owner, None)

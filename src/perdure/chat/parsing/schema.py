@@ -85,7 +85,7 @@ def _bytes() -> Any:
     return llguidance.LLTokenizer("byte")
 
 
-def _matches(pattern: str, text: str) -> bool:
+def matches(pattern: str, text: str) -> bool:
     """Whether a pattern is found in a text. One with look-around is taken to be: nothing linear reads it."""
     try:
         native = _matcher(pattern)
@@ -102,7 +102,7 @@ def _matches(pattern: str, text: str) -> bool:
 def _pattern(validator: Any, pattern: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
     if validator.is_type(instance, "string"):
         _spend(len(instance) // 16)
-    if validator.is_type(instance, "string") and not _matches(pattern, instance):
+    if validator.is_type(instance, "string") and not matches(pattern, instance):
         yield ValidationError(f"{instance!r} does not match {pattern!r}")
 
 
@@ -114,7 +114,7 @@ def _pattern_properties(
     _spend(len(patterns) * len(instance))
     for pattern, inner in patterns.items():
         for name, value in instance.items():
-            if _matches(pattern, name):
+            if matches(pattern, name):
                 yield from validator.descend(value, inner, path=name, schema_path=pattern)
 
 
@@ -126,7 +126,7 @@ def _additional_properties(
     known, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
     _spend(len(patterns) * len(instance))
     for name, value in instance.items():
-        if name in known or any(_matches(pattern, name) for pattern in patterns):
+        if name in known or any(matches(pattern, name) for pattern in patterns):
             continue
         if inner is False:
             yield ValidationError(f"Additional properties are not allowed ({name!r} was unexpected)")

@@ -17,7 +17,7 @@ from jinja2.visitor import NodeTransformer
 
 from perdure.errors import TemplateError
 
-_SECONDS = 1.5
+SECONDS = 1.5
 _CHARACTERS = 32 << 20
 _LARGEST = 4 << 20
 _DEEPEST = 60
@@ -47,7 +47,7 @@ class RenderLimits:
         """`given` is the weight of what the template is to render."""
         self._left = _CHARACTERS + 64 * given
         self.largest = _LARGEST + 16 * given
-        self._deadline = time.monotonic() + _SECONDS
+        self._deadline = time.monotonic() + SECONDS
         self._started = time.thread_time()
         self.depth = 0
         self.given: frozenset[int] | None = None
@@ -120,10 +120,10 @@ class RenderLimits:
 
     def _late(self) -> None:
         used = time.thread_time() - self._started
-        if used >= _SECONDS:
-            raise TemplateError(f"the template takes longer than {_SECONDS} seconds to render")
+        if used >= SECONDS:
+            raise TemplateError(f"the template takes longer than {SECONDS} seconds to render")
         # Others had the processor: that time is given back.
-        self._deadline = time.monotonic() + _SECONDS - used
+        self._deadline = time.monotonic() + SECONDS - used
 
 
 class BoundedContext(Context):

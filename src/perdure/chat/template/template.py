@@ -77,7 +77,7 @@ class Template:
         # Mistral's templates refuse the ids of other makers.
         self._short_ids = _SHORT_IDS.search(source) is not None
         try:
-            self._compiled = _sandbox().from_string(source)
+            self._compiled = sandbox().from_string(source)
         except jinja2.TemplateSyntaxError as error:
             line = source.splitlines()[error.lineno - 1 : error.lineno]
             shown = f": {line[0].strip()[:_WORDS]}" if line else ""
@@ -223,7 +223,7 @@ _AS_GIVEN = NormalisedMessage(role="user")
 
 
 @functools.cache
-def _sandbox() -> Sandbox:
+def sandbox() -> Sandbox:
     return Sandbox()
 
 

@@ -91,7 +91,7 @@ def add(
         return
     path = _path(file)
     lines = _lines(path)
-    _write(path, [*lines, key.line])
+    write_lines(path, [*lines, key.line])
     typer.echo(secret)
     terminal.note(
         f"this is shown once; its hash is in {path}. `perdure serve --keys {path}` asks for it; a server "
@@ -158,7 +158,7 @@ def rm(
         typer.echo(f"{found[0].id} of {found[0].namespace} is out of {where}")
         return
     path = _path(file)
-    _write(path, [line for line in _lines(path) if found[0].digest not in line.lower()])
+    write_lines(path, [line for line in _lines(path) if found[0].digest not in line.lower()])
     typer.echo(f"{found[0].id} of {found[0].namespace} is out of {path}")
     terminal.note(
         "a server that runs goes on taking it until it reads its keys again: kill -HUP, or a restart"
@@ -278,7 +278,7 @@ def _keys(path: Path) -> list[Key]:
     return list(Keys.read(path)) if has_some else []
 
 
-def _write(path: Path, lines: list[str]) -> None:
+def write_lines(path: Path, lines: list[str]) -> None:
     from perdure.atomic import make_folder, sync_folder, write_file
 
     make_folder(path.parent)

@@ -49,6 +49,9 @@ class NgramIndex:
         self._followed: tuple[int, int] | None = None
         """Where the tokens were that were found last, and the length of the sequence then."""
 
+    def __len__(self) -> int:
+        return len(self._places)
+
     def find(self, count: int) -> tuple[list[int], int]:
         """At most `count` tokens that came behind the last ones before, and how many of those are the same: 0
         where a text that was left is taken up again. Nothing where there is no such place."""
@@ -105,7 +108,7 @@ class NgramIndex:
             for place in range(start, end + 1):
                 self._places[_key(tokens[place - 3], tokens[place - 2], tokens[place - 1])] = place
         self._indexed = end + 1
-        if len(self._places) > 2 * INDEXED:
+        if len(self) > 2 * INDEXED:
             self._places.clear()
             self._indexed = max(0, end - INDEXED)
 

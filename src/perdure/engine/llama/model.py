@@ -406,7 +406,7 @@ class Model(FileModel):
                 layout=f"{streams} streams{', next-token layers' if mtp else ''}",
                 engine=engine.identity,
                 kernels=engine.kernels,
-                devices=f"{engine.devices}; {self._kernels()}",
+                devices=f"{engine.devices}; {self._offload.describe(self._split, self._kv_offload)}",
             )
 
         return Context(
@@ -591,17 +591,6 @@ class Model(FileModel):
     def _cache_size(self) -> CacheSize:
         self._open()
         return CacheSize(self.sizes, self._offload, kv_offload=self._kv_offload)
-
-    def _kernels(self) -> str:
-        """What computes besides the CPU, as far as it changes what state bytes mean."""
-        plan = self._offload
-        experts = f", experts of {plan.cpu_experts} layers here" if plan.cpu_experts else ""
-        if not plan.layers:
-            return f"0 layers on a GPU{experts}"
-        names = "+".join(f"{device.name} {device.description}" for device in plan.devices)
-        split = "" if self._split is None else f", split {self._split}"
-        cache = "there" if self._kv_offload else "here"
-        return f"{plan.layers} layers on {names}{split}, cache {cache}{experts}"
 
 
 def _check_types(k_type: object, v_type: object) -> None:

@@ -28,6 +28,16 @@ class Offload:
     flexible: bool = False
     """Whether fewer will do: nobody asked for so many, and it is the first try."""
 
+    def describe(self, split: tuple[float, ...] | None, kv_offload: bool) -> str:
+        """What computes besides the CPU, as far as it changes what state bytes mean."""
+        experts = f", experts of {self.cpu_experts} layers here" if self.cpu_experts else ""
+        if not self.layers:
+            return f"0 layers on a GPU{experts}"
+        names = "+".join(f"{device.name} {device.description}" for device in self.devices)
+        shares = "" if split is None else f", split {split}"
+        cache = "there" if kv_offload else "here"
+        return f"{self.layers} layers on {names}{shares}, cache {cache}{experts}"
+
 
 _SPARED = 4
 _LESS = 0.75

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from perdure.engine.contract import Adapter, Batch, Capture, Floats, Outcome
 from perdure.engine.mlx.adapters import MlxAdapter
 from perdure.engine.mlx.caches import batched, give_back
-from perdure.engine.mlx.held import Held, Layout
+from perdure.engine.mlx.sequence_state import Layout, SequenceState
 from perdure.engine.mlx.weights import Weights
 from perdure.errors import EngineError
 
@@ -51,7 +51,7 @@ class MlxCore:
         with weights.lock:
             weights.use(())
             self.layout, self.width = self._probe(keeps_window)
-        self._held = [Held(make(), self.layout) for _ in range(n_seq)]
+        self._states = [SequenceState(make(), self.layout) for _ in range(n_seq)]
         self._table: Floats = np.zeros((0, self.n_vocab), np.float32)
         self._places: dict[int, int] = {}
         self._hidden: Floats = np.zeros((0, self.width), np.float32)
@@ -63,8 +63,8 @@ class MlxCore:
         """How state is laid out, from a step of one token."""
         caches = self._make()
         found = self._weights.run(mx.array([[0]]), caches, None)
-        held = Held(caches)
-        mx.eval(found.logits, held.arrays())
+        state = SequenceState(caches)
+        mx.eval(found.logits, state.arrays())
         width = int(found.hidden.shape[-1]) if found.hidden is not None else 0
         return Layout.of(caches, keeps_window), width
 
@@ -78,28 +78,28 @@ class MlxCore:
         bounds = [0, *(np.flatnonzero(np.diff(seqs)) + 1).tolist(), size]
         parts = list(itertools.pairwise(bounds))
         for start, stop in parts:
-            held = self._held[int(seqs[start])]
-            if int(batch.positions[start]) != held.newest() + 1:
+            state = self._states[int(seqs[start])]
+            if int(batch.positions[start]) != state.newest() + 1:
                 return Outcome.REJECTED
-            if held.length + stop - start > self._n_ctx:
+            if state.length + stop - start > self._n_ctx:
                 return Outcome.FULL
-        touched = [self._held[int(seqs[start])] for start, _ in parts]
+        touched = [self._states[int(seqs[start])] for start, _ in parts]
         with self._weights.lock:
-            for held in touched:
-                held.begin()
             try:
                 self._weights.use(self._adapters)
                 self._compute(batch, parts, touched)
             except (RuntimeError, ValueError, MemoryError) as error:
-                for held in touched:
-                    held.recover()
+                for state in touched:
+                    state.recover()
                 log.error("a step of %d tokens failed: %s", size, error)
                 return Outcome.FAILED
-            for held, (start, stop) in zip(touched, parts, strict=True):
-                held.end(int(batch.positions[start]) + stop - start)
+            for state, (start, stop) in zip(touched, parts, strict=True):
+                state.length = int(batch.positions[start]) + stop - start
         return Outcome.DONE
 
-    def _compute(self, batch: Batch, parts: Sequence[tuple[int, int]], touched: Sequence[Held]) -> None:
+    def _compute(
+        self, batch: Batch, parts: Sequence[tuple[int, int]], touched: Sequence[SequenceState]
+    ) -> None:
         wanted: list[tuple[list[int], Any]] = []
         """Entries of the batch, and their logits, in tables."""
         hidden: list[tuple[int, Any]] = []
@@ -121,9 +121,9 @@ class MlxCore:
             if self._embeds:
                 hidden.append((start, found.hidden[0]))
         tables = [(entries, logits.astype(mx.float32)) for entries, logits in wanted]
-        states = [array for held in touched for array in held.arrays()]
+        arrays = [array for state in touched for array in state.arrays()]
         shown = [(start, each.astype(mx.float32)) for start, each in hidden]
-        mx.eval(*[logits for _, logits in tables], *[each for _, each in shown], *states)
+        mx.eval(*[logits for _, logits in tables], *[each for _, each in shown], *arrays)
         self._places = {}
         for entries, _ in tables:
             for entry in entries:
@@ -137,7 +137,7 @@ class MlxCore:
         if self._embeds:
             self._hidden = np.concatenate([np.array(each) for _, each in shown])
 
-    def _together(self, parts: Sequence[tuple[int, int]], touched: Sequence[Held]) -> list[int]:
+    def _together(self, parts: Sequence[tuple[int, int]], touched: Sequence[SequenceState]) -> list[int]:
         """The parts that are one token behind something, where there are several: they share a step."""
         if self._embeds or self._joins is False:
             return []
@@ -152,8 +152,8 @@ class MlxCore:
                 log.info("this model's class takes one sequence a step: several are computed one by one")
         return found if self._joins else []
 
-    def _run_together(self, touched: Sequence[Held], tokens: NDArray[np.int32]) -> Any:
-        caches = [held.caches for held in touched]
+    def _run_together(self, touched: Sequence[SequenceState], tokens: NDArray[np.int32]) -> Any:
+        caches = [state.caches for state in touched]
         joined = batched(caches)
         logits = self._weights.run(mx.array(tokens[:, None]), joined, None).logits[:, 0]
         give_back(joined, caches)
@@ -164,14 +164,14 @@ class MlxCore:
         two of other lengths, since not every class expects that."""
         texts = ([1, 2, 3, 4, 5], [6, 7])
         alone: list[Any] = []
-        held = [Held(self._make()) for _ in texts]
-        for each, text in zip(held, texts, strict=True):
+        states = [SequenceState(self._make()) for _ in texts]
+        for each, text in zip(states, texts, strict=True):
             self._weights.run(mx.array([text]), each.caches, [len(text) - 1])
             each.length = len(text)
             twin = each.copy()
             alone.append(self._weights.run(mx.array([[8]]), twin.caches, [0]).logits[0, 0])
         try:
-            found = self._run_together(held, np.array([8, 8], np.int32))
+            found = self._run_together(states, np.array([8, 8], np.int32))
             truth = mx.stack(alone).astype(mx.float32)
             apart = np.abs(np.array(found.astype(mx.float32)) - np.array(truth)).max()
             return bool(apart <= _CLOSE * np.abs(np.array(truth)).max())
@@ -201,62 +201,61 @@ class MlxCore:
     # Sequences.
 
     def newest(self, seq: int) -> int:
-        return self._held[seq].newest()
+        return self._states[seq].newest()
 
     def oldest(self, seq: int) -> int:
-        return self._held[seq].oldest()
+        return self._states[seq].oldest()
 
     def remove(self, seq: int, start: int) -> None:
-        self._held[seq].remove(start)
+        self._states[seq].remove(start)
 
     def copy(self, src: int, dst: int) -> None:
         with self._weights.lock:
-            self._held[dst] = self._held[src].copy()
+            self._states[dst] = self._states[src].copy()
 
     def clear(self) -> None:
-        for held in self._held:
-            held.empty()
+        for state in self._states:
+            state.empty()
 
     # State.
 
     def read(self, seq: int, *, partial: bool) -> NDArray[np.uint8]:
-        held = self._held[seq]
+        state = self._states[seq]
         with self._weights.lock:
-            held.undo()
-            tail = held.tail()
+            tail = state.tail()
             if partial and tail is not None:
                 return tail
-            rows = held.rows()
+            rows = state.rows()
             table = np.zeros(0, np.uint8) if rows is None else rows.cut(0, len(rows)).reshape(-1)
             return table if tail is None else np.concatenate([tail, table])
 
     def write(self, seq: int, state: NDArray[np.uint8], *, partial: bool) -> bool:
-        held, layout = self._held[seq], self.layout
+        sequence, layout = self._states[seq], self.layout
         ends = bool(layout.window or layout.states)
         with self._weights.lock:
             if partial and ends:
-                good = held.put_tail(state)
+                good = sequence.put_tail(state)
                 if not good:
-                    held.empty()
+                    sequence.empty()
                 return good
-            tail_bytes = held.tail_bytes(state) if ends else 0
+            tail_bytes = sequence.tail_bytes(state) if ends else 0
             if tail_bytes is None:
-                held.empty()
+                sequence.empty()
                 return False
             table, width = state[tail_bytes:], layout.row_bytes
             if (table.nbytes % width) if width else table.nbytes:
-                held.empty()
+                sequence.empty()
                 return False
             pieces = [table.reshape(-1, width)] if width else []
-            return held.put(pieces, state[:tail_bytes] if ends else None)
+            return sequence.put(pieces, state[:tail_bytes] if ends else None)
 
     def capture(self, seq: int) -> Capture:
         with self._weights.lock:
-            return self._held[seq].capture()
+            return self._states[seq].capture()
 
     def assemble(self, seq: int, pieces: Sequence[NDArray[np.uint8]], rest: NDArray[np.uint8] | None) -> bool:
         with self._weights.lock:
-            return self._held[seq].put(pieces, rest)
+            return self._states[seq].put(pieces, rest)
 
     def row_bytes(self, seq: int) -> int | None:
         return self.layout.row_bytes or None
@@ -292,6 +291,6 @@ class MlxCore:
         self._stop.clear()
 
     def close(self) -> None:
-        self._held = []
+        self._states = []
         self._table = np.zeros((0, self.n_vocab), np.float32)
         self._places = {}

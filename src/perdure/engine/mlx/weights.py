@@ -12,7 +12,7 @@ from mlx_lm import utils
 from perdure.engine.mlx.adapters import MlxAdapter, put_on
 from perdure.engine.mlx.caches import RowCache, leaves, made_for
 from perdure.engine.mlx.folder import Folder
-from perdure.engine.mlx.held import kind_of
+from perdure.engine.mlx.sequence_state import kind_of
 from perdure.errors import ModelLoadError, OutOfMemoryError, PerdureError
 from perdure.memory import MemorySpec
 

@@ -24,7 +24,7 @@ from perdure.engine.parallel import assist
 from perdure.errors import EngineError, SamplingError
 
 _FILE = Path(__file__).with_name("librow_kernels.so")
-_VERSION = 3
+VERSION = 3
 _SHARED = 1 << 20
 """Bytes of rows from which on several threads look through them."""
 _NO_NUMBER, _NOTHING_TO_DRAW = 1, 2
@@ -273,8 +273,8 @@ def _load() -> ctypes.CDLL:
         version = int(library.perdure_row_kernels_version())
     except (OSError, AttributeError) as error:
         raise EngineError(f"perdure's kernels {_FILE} cannot be loaded: {error}; {advice}") from None
-    if version != _VERSION:
-        raise EngineError(f"perdure's kernels {_FILE} have version {version}, not {_VERSION}; {advice}")
+    if version != VERSION:
+        raise EngineError(f"perdure's kernels {_FILE} have version {version}, not {VERSION}; {advice}")
     return library
 
 

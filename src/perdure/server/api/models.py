@@ -47,6 +47,13 @@ class DetokenizeAnswer(ResponseSchema):
     content: str
 
 
+class AdapterAnswer(ResponseSchema):
+    """An adapter by its name, with the scale that it has where a client says none."""
+
+    name: str
+    scale: float
+
+
 class ModelAnswer(ResponseSchema):
     """A model with the fields that OpenAI's clients read, and those of Anthropic's."""
 
@@ -78,6 +85,8 @@ class ModelAnswer(ResponseSchema):
     """That it is predicted to take, on the machine and on devices."""
     error: str | None = None
     """Why it could not be loaded, the last time that it was tried."""
+    adapter: AdapterAnswer | None = None
+    """The adapter that this name adds to the model."""
 
 
 class CodexModel(ResponseSchema):
@@ -188,8 +197,9 @@ async def read_model(name: str, app_state: AppStateDep) -> ModelAnswer:
     model = app_state.check_model(name)
     adapter = name.rpartition(":")[2]
     own = app_state.name if model is None else model.name
-    shown = f"{own}:{adapter}" if adapter in app_state.adapters else own
-    return await app_state.call(_model, app_state, shown, model)
+    return await app_state.call(
+        _model, app_state, own, model, adapter if adapter in app_state.adapters else None
+    )
 
 
 @router.post("/tokenize", responses=errors(404), tags=["tokens"])
@@ -213,12 +223,13 @@ async def detokenize(asked: DetokenizeRequest, app_state: ServedDep, caller: Cal
 def _models(app_state: AppState) -> list[ModelAnswer]:
     found = [_model(app_state, model.name, model) for model in app_state.models]
     found = found or [_model(app_state, app_state.name, None)]
-    adapted = [f"{app_state.name}:{adapter}" for adapter in app_state.adapters]
     first = app_state.models[0] if app_state.models else None
-    return [*found, *(_model(app_state, name, first) for name in adapted)]
+    return [*found, *(_model(app_state, app_state.name, first, adapter) for adapter in app_state.adapters)]
 
 
-def _model(app_state: AppState, name: str, model: PooledModel | None) -> ModelAnswer:
+def _model(
+    app_state: AppState, name: str, model: PooledModel | None, adapter: str | None = None
+) -> ModelAnswer:
     facts = facts_of(app_state.runtime.backend) if model is None else model.facts()
     pooled: dict[str, Any] = {}
     if model is not None:
@@ -232,6 +243,7 @@ def _model(app_state: AppState, name: str, model: PooledModel | None) -> ModelAn
             # What kept it from being loaded may name files, which are for the operator's log.
             "error": type(model.error).__name__ if model.error is not None else None,
         }
+    name = name if adapter is None else f"{name}:{adapter}"
     return ModelAnswer(
         id=name,
         created=int(app_state.started),
@@ -244,5 +256,6 @@ def _model(app_state: AppState, name: str, model: PooledModel | None) -> ModelAn
         n_vocab=facts.n_vocab,
         architecture=facts.architecture,
         digest=facts.digest,
+        adapter=None if adapter is None else AdapterAnswer(name=adapter, scale=app_state.adapters[adapter]),
         **pooled,
     )

@@ -122,11 +122,15 @@ async def import_session(
 
     Its tokens are taken if they stand for its text, its state if this server's store wrote it.
     """
-    with await app_state.call(app_state.runtime.sessions.temporary_folder) as folder:
-        path = FilePath(folder) / "session"
+    folder = await app_state.call(app_state.runtime.sessions.temporary_folder)
+    try:
+        path = FilePath(folder.name) / "session"
         await _receive(request, path, app_state)
-        app_state = await app_state.serving(model or "", caller.visit)
-        return await app_state.work(_import, app_state, caller.namespace, path, name)
+        served = await app_state.serving(model or "", caller.visit)
+        return await served.work(_import, served, caller.namespace, path, name)
+    finally:
+        # To delete a large file takes a while.
+        await asyncio.shield(app_state.work(folder.cleanup))
 
 
 @router.get("/{name}", responses=errors(404))

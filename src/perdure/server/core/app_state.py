@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import copy
 import functools
@@ -28,7 +27,7 @@ from fastapi import Depends, Request
 
 from perdure.chat.reply import ChatReply
 from perdure.decode.request import Reply
-from perdure.errors import PerdureError, TemplateError
+from perdure.errors import TemplateError
 from perdure.models.catalogue import names_of
 from perdure.pool import ModelPool, PooledModel
 from perdure.pool.backend import PooledBackend
@@ -39,7 +38,6 @@ from perdure.server.core.metrics import Metrics, RecentRequests
 from perdure.server.core.settings import AllowedHosts, Limits, LiveSettings, ReplyDefaults
 from perdure.server.core.shared_keys import share
 from perdure.server.core.visit import SESSION, VISIT, Sign, Visit
-from perdure.sessions.session import Session
 
 log = logging.getLogger("perdure.server")
 
@@ -49,8 +47,6 @@ T = TypeVar("T")
 _PRODUCT = re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII)
 _AGENT = 64
 """Characters of a program's name that are kept."""
-_IDLE_SECONDS, _SAVE_TRIES = 1.0, 300
-"""How long the engine has nothing to do before state is written, and how often that is looked at."""
 _QUICK, _SLOW, _READING = 64, 8, 1
 """Calls that are made at once: those that only ask something, those that compute or move state, those that
 read a large body."""
@@ -165,7 +161,6 @@ class AppState:
         """What is being computed for clients."""
         self.replies: WeakSet[Stoppable] = WeakSet()
         """Those of them that are replies."""
-        self._saving: set[asyncio.Task[None]] = set()
 
     @property
     def stopping(self) -> bool:
@@ -357,37 +352,6 @@ class AppState:
         self.life.stopping = True
         for work in list(self.running):
             work.cancel()
-
-    def save_when_idle(self, session: Session) -> None:
-        """Have the state of a session written once its turn has ended and the engine has nothing to do:
-        whatever dies then, only what is new is read again. Called from a thread of this server."""
-        turns = session.turns
-
-        def try_once() -> bool:
-            """Whether nothing is left to do."""
-            # What was deleted meanwhile is left alone; a disk that is full is told by the next turn.
-            with suppress(PerdureError):
-                if session.turns == turns + 1 and self.runtime.backend.load == (0, 0):
-                    session.save()
-                    return True
-                # A later turn sees to itself.
-                return session.turns > turns + 1
-            return True
-
-        async def save() -> None:
-            for _ in range(_SAVE_TRIES):
-                await asyncio.sleep(_IDLE_SECONDS)
-                # At the end of the server all is written.
-                if self.stopping or await self.work(try_once):
-                    return
-
-        def begin() -> None:
-            task = asyncio.get_running_loop().create_task(save())
-            self._saving.add(task)
-            self.running.add(task)
-            task.add_done_callback(self._saving.discard)
-
-        anyio.from_thread.run_sync(begin)
 
     def cancel(self, namespace: str, request_id: str) -> int:
         """End what is being computed for a request of a namespace. How many replies that were."""

@@ -41,7 +41,9 @@ class BodyRoute(APIRoute):
             body = await request.body()
             if len(body) > LARGE:
                 app_state: AppState = request.app.state.app_state
-                request = _ReadRequest(request, body, await app_state.read(_read, schema, body, app_state))
+                request = _ReadRequest(
+                    request, body, await app_state.read(read_body, schema, body, app_state)
+                )
             return await handle(request)
 
         return read_first
@@ -79,7 +81,7 @@ def _pass_on(fields: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _read(schema: type[RequestSchema], body: bytes, app_state: AppState) -> RequestSchema | ValueError:
+def read_body(schema: type[RequestSchema], body: bytes, app_state: AppState) -> RequestSchema | ValueError:
     """The body as its schema, or why it is no JSON."""
     try:
         fields = read_json(body)

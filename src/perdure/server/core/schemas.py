@@ -330,11 +330,12 @@ def refuse_fields(
     """
     own = getattr(asked, "perdure", None)
     if isinstance(own, RequestSchema) and own.model_extra:
-        name = next(iter(own.model_extra))
+        # Looking for one that is alike takes time and memory for each character.
+        name = next(iter(own.model_extra))[:100]
         known = list(type(own).model_fields)
         near = difflib.get_close_matches(name, known, n=1)
         advice = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
-        path = f"perdure.{name[:100]}"
+        path = f"perdure.{name}"
         raise ApiError(400, f"{path}: no such field; {advice}", param=path, code="unknown_parameter")
     for name, value in (asked.model_extra or {}).items():
         if name in refused and value not in (None, [], {}, False):

@@ -36,13 +36,13 @@ class SharedUsage(KeyUsage):
 
     def __init__(self, accounts: Accounts) -> None:
         super().__init__()
-        self._accounts = accounts
+        self.accounts = accounts
         self._unsent: dict[tuple[str, int], Counts] = {}
         self._sending = threading.Lock()
 
     def _minute(self, key: Key, clock: float) -> float | None:
         try:
-            return self._accounts.admit(key.digest, key.requests_per_minute or 0)
+            return self.accounts.admit(key.digest, key.requests_per_minute or 0)
         except PerdureError as error:
             log.warning("requests a minute are counted by this replica alone: %s", error)
             return super()._minute(key, clock)
@@ -67,13 +67,13 @@ class SharedUsage(KeyUsage):
             with self._changing:
                 sent, self._unsent = self._unsent, {}
             try:
-                self._accounts.spend(sent, forget_before=int(time.time() // _DAY) - _KEPT_DAYS)
+                self.accounts.spend(sent, forget_before=int(time.time() // _DAY) - _KEPT_DAYS)
             except BaseException:
                 with self._changing:
                     for at, counts in sent.items():
                         self._unsent[at] = _sum(counts, self._unsent.get(at))
                 raise
-            used = self._accounts.used()
+            used = self.accounts.used()
         days: dict[str, dict[int, DayUsage]] = {}
         with self._changing:
             found = {(digest, day): counts for digest, day, counts in used}

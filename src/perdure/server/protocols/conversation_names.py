@@ -115,7 +115,7 @@ def conversation_of(
         found = _by_fields(asked, agent)
     found = found or _by_headers(headers, agent, _CLIENTS)
     if found is None and is_id(key := getattr(asked, "prompt_cache_key", None)):
-        found = AgentConversation(name=f"cache-key:{key}", agent=agent)
+        found = AgentConversation(name=f"cache-key:{key}", agent=agent or "client")
     if found is not None and headers.get("x-dynamo-session-final", "").lower() in ("true", "1"):
         found = found.closed()
     return found
@@ -158,7 +158,7 @@ def _by_fields(asked: NamingFields, agent: str) -> AgentConversation | None:
             return AgentConversation(
                 name=f"dynamo:{given.session_id}",
                 parent=f"dynamo:{parent}" if parent else "",
-                agent=agent,
+                agent=agent or "dynamo",
                 keep_seconds=_seconds(control.timeout if control is not None else None),
                 closes=(control is not None and control.action == "close")
                 or (context is not None and context.session_final is True),
@@ -168,7 +168,7 @@ def _by_fields(asked: NamingFields, agent: str) -> AgentConversation | None:
         return AgentConversation(
             name=f"sglang:{sglang.id}",
             parent=f"sglang:{sglang.parent_id}" if is_id(sglang.parent_id) else "",
-            agent=agent,
+            agent=agent or "sglang",
             keep_seconds=_seconds(_LONGEST if keep is True else keep or None),
             closes=keep is False,
         )

@@ -34,20 +34,23 @@ async def embed(
     limit: int = 2048,
     query: str | None = None,
     prefix: str = "",
+    model: str = "",
 ) -> Embeddings:
     """Vectors of texts, unless the client of `request` leaves or they take too long: then the tokens that
     were read so far are paid for. `param` is the field that has the texts; with a `query`, they are documents
-    to be compared with it, as `Runtime.submit_rank` does."""
+    to be compared with it, as `Runtime.submit_rank` does. `model` is as it was asked for: it may name an
+    adapter."""
     if not texts or not all(texts):
         raise _invalid(param, "give at least one text, and none that is empty")
     if len(texts) > limit:
         raise _invalid(param, f"{len(texts)} texts, {limit} are allowed")
-    runtime = app_state.runtime
+    runtime, adapters = app_state.runtime, app_state.model_options(model).get("adapters")
 
     def submit() -> EmbeddingFuture:
         if query is not None:
-            return runtime.submit_rank(query, [text for text in texts if isinstance(text, str)])
-        return runtime.submit_embed(texts, prefix=prefix)
+            documents = [text for text in texts if isinstance(text, str)]
+            return runtime.submit_rank(query, documents, adapters=adapters)
+        return runtime.submit_embed(texts, prefix=prefix, adapters=adapters)
 
     try:
         work = await app_state.call(submit)
@@ -136,7 +139,8 @@ async def embeddings(
     given: Any = asked.input
     one = isinstance(given, str) or (given and all(isinstance(each, int) for each in given))
     await check_width(asked.dimensions, app_state)
-    found = await embed([given] if one else given, request, app_state, caller, prefix=asked.prefix)
+    texts = [given] if one else given
+    found = await embed(texts, request, app_state, caller, prefix=asked.prefix, model=asked.model)
     found = cut(found, asked.dimensions)
     if app_state.log_text:
         caller.notes["input"] = asked.input
@@ -210,7 +214,16 @@ async def rerank(
     texts = [each if isinstance(each, str) else each.text for each in given or ()]
     if not texts:
         raise ApiError(400, "documents: give at least one", param="documents", code="invalid_value")
-    found = await embed(texts, request, app_state, caller, param="documents", limit=2047, query=asked.query)
+    found = await embed(
+        texts,
+        request,
+        app_state,
+        caller,
+        param="documents",
+        limit=2047,
+        query=asked.query,
+        model=asked.model,
+    )
     best = ranked(found, scored=app_state.runtime.model.info.pair is not None)
     usage = EmbeddingUsage(prompt_tokens=sum(found.tokens), total_tokens=sum(found.tokens))
     return RerankAnswer(model=app_state.name, results=_results(best, texts, asked), usage=usage)

@@ -79,19 +79,24 @@ class SessionPlace:
     fork_from: str | None = None
     turn: int | None = None
 
-    def open(self, runtime: Runtime, caller: Caller, system: str | None) -> Session:
-        """The session, or the branch, which is made."""
+    def open(self, runtime: Runtime, caller: Caller, system: str | None) -> tuple[Session, bool]:
+        """The session, or the branch; and whether it was made."""
         sessions, namespace = runtime.sessions, caller.namespace
         if self.fork_from is None:
             assert self.name is not None
-            return sessions.open(self.name, namespace=namespace, system=system, agent=caller.agent)
+            if not sessions.store.has(namespace, self.name):
+                # Somebody else may be faster.
+                with suppress(SessionExistsError):
+                    made = sessions.create(self.name, system=system, namespace=namespace, agent=caller.agent)
+                    return made, True
+            return sessions.open(self.name, namespace=namespace, system=system, create=False), False
         source = sessions.get(self.fork_from, namespace)
         if system is not None and source.system != system:
             raise SessionError(
                 f"session {self.fork_from!r} has another system message: leave it out to branch off from "
                 "that session"
             )
-        return branch(source, self.name, self.turn)
+        return branch(source, self.name, self.turn), True
 
 
 def branch(source: Session, name: str | None, turn: int | None) -> Session:
@@ -135,17 +140,25 @@ class ReplyRequest:
         # A system message that comes first is that of a new session.
         if messages[0].role in ("system", "developer") and len(messages) > 1:
             system = messages.pop(0).content or ""
-        session = self.place.open(runtime, caller, system)
-        try:
-            stream = session.submit(messages, **self.options)
-        except BaseException:
-            if self.place.fork_from is not None:
-                # What is refused leaves nothing behind.
-                with suppress(PerdureError):
-                    session.delete()
-            raise
+        session, made = self.place.open(runtime, caller, system)
+        stream = _submit(session, messages, self.options, made=made)
         caller.in_session(session.name)
         return stream
+
+
+def _submit(
+    session: Session, said: Sequence[Message], options: Mapping[str, Any], *, made: bool
+) -> TurnStream:
+    """Queue a turn. One that is refused leaves no session behind that was made for it, unless somebody else
+    has gone on with it."""
+    turns = session.turns if made else None
+    try:
+        return session.submit(said, **options)
+    except BaseException:
+        if turns is not None:
+            with suppress(PerdureError):
+                session.delete(turns=turns)
+        raise
 
 
 def named_conversation(caller: Caller, asked: RequestSchema) -> AgentConversation | None:
@@ -180,15 +193,13 @@ def submit_to_conversation(
         found = find_line(sessions, conversation, messages, caller.namespace)
         if found is None:
             return None
-        session, said = found
-        stream = session.submit(said, **settings)
+        session = found.session
+        stream = _submit(session, found.said, settings, made=found.made)
     except (SessionError, StoreError) as error:
         # What cannot be kept is answered all the same.
         log.info("conversation %s goes without its session: %s", conversation.name, error)
         return None
     caller.in_session(session.name)
-    if not conversation.closes:
-        app_state.save_when_idle(session)
     return stream
 
 

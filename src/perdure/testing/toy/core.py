@@ -80,7 +80,7 @@ class ToyCore:
         self._max_outputs = max_outputs
         self._shared = shared
         self._salt = self._plain = mix(int(weights[:16], 16))
-        self._held = [Held(memory) for _ in range(n_seq)]
+        self._states = [SequenceState(memory) for _ in range(n_seq)]
         self._ramp = (np.arange(1, self.n_vocab + 1, dtype=np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
         self._buffer: Floats = np.full((1, self.n_vocab), _NOISE, np.float32)
         self._places: dict[int, int] = {}
@@ -109,14 +109,14 @@ class ToyCore:
         if not self._fits(entries):
             return Outcome.FULL
         self._reserve(np.flatnonzero(batch.outputs[: batch.size]).tolist())
-        for seq in range(len(self._held)) if self._shared else {seq for seq, _, _ in entries}:
-            self._held[seq].expire()
+        for seq in range(len(self._states)) if self._shared else {seq for seq, _, _ in entries}:
+            self._states[seq].expire()
         for index, (seq, pos, token) in enumerate(entries):
             outcome = self._interruption(mishap, index)
             if outcome is not Outcome.DONE:
                 self._leave(entries, index)
                 return outcome
-            value = self._held[seq].compute(pos, token, self._salt)
+            value = self._states[seq].compute(pos, token, self._salt)
             self._values.append(value)
             if index in self._places:
                 row = self._buffer[self._places[index]]
@@ -152,12 +152,12 @@ class ToyCore:
         if int(batch.outputs[: batch.size].sum()) > self._max_outputs:
             raise ToyAbort(f"more than {self._max_outputs} rows in one batch")
         for seq, _, token in entries:
-            if not 0 <= seq < len(self._held) or not 0 <= token < self.n_vocab:
+            if not 0 <= seq < len(self._states) or not 0 <= token < self.n_vocab:
                 raise ToyAbort(f"token {token} in sequence {seq}")
 
     def _continues(self, entries: list[tuple[int, int, int]]) -> bool:
         """Whether each sequence goes on where it ends. One that holds nothing may start anywhere."""
-        ends = {seq: self._held[seq].newest() for seq, _, _ in entries}
+        ends = {seq: self._states[seq].newest() for seq, _, _ in entries}
         for seq, pos, _ in entries:
             if ends[seq] >= 0 and pos != ends[seq] + 1:
                 return False
@@ -166,7 +166,7 @@ class ToyCore:
 
     def _fits(self, entries: list[tuple[int, int, int]]) -> bool:
         if self._shared:
-            held = sum(len(each.base) for each in self._held if each.base is not None)
+            held = sum(len(each.base) for each in self._states if each.base is not None)
             return held + len(entries) <= self._cells
         return all(pos < self._cells for _, pos, _ in entries)
 
@@ -193,12 +193,12 @@ class ToyCore:
         Rolling states are moved about for a step of several sequences, so it can hit any of them.
         """
         for seq, pos, token in entries[done:]:
-            if self._held[seq].rolling is not None:
-                self._held[seq].spoil(pos, token)
+            if self._states[seq].rolling is not None:
+                self._states[seq].spoil(pos, token)
         touched = {seq for seq, _, _ in entries}
-        for seq, held in enumerate(self._held):
+        for seq, state in enumerate(self._states):
             if len(touched) > 1 and seq not in touched:
-                held.mislay()
+                state.mislay()
 
     def _logits(self, value: int) -> Floats:
         bits = np.uint64(value) ^ self._ramp
@@ -208,7 +208,7 @@ class ToyCore:
         return unit * np.float32(8) - np.float32(4) + self._bias
 
     def _is_over(self, seq: int, ending: Ending) -> bool:
-        base = self._held[seq].base
+        base = self._states[seq].base
         since = base.since(ending.opened) if base is not None else None
         return since is not None and since >= ending.length
 
@@ -226,33 +226,33 @@ class ToyCore:
         return None if base is None else base.tokens()
 
     def remove(self, seq: int, start: int) -> None:
-        held = self._at(seq)
+        sequence = self._at(seq)
         if not self.faults.strikes():
-            held.remove(start)
+            sequence.remove(start)
 
     def copy(self, src: int, dst: int) -> None:
-        held = self._at(src)
+        sequence = self._at(src)
         self._at(dst)
         if not self.faults.strikes():
-            self._held[dst] = held.copy()
+            self._states[dst] = sequence.copy()
 
     def clear(self) -> None:
         self._check_open()
         if not self.faults.strikes():
-            self._held = [Held(self._memory) for _ in self._held]
+            self._states = [SequenceState(self._memory) for _ in self._states]
 
     # State.
 
     def read(self, seq: int, *, partial: bool) -> NDArray[np.uint8]:
-        held = self._at(seq)
+        sequence = self._at(seq)
         if self.faults.strikes():
             raise EngineError(f"the engine gave no state for sequence {seq}")
-        return np.frombuffer(held.pack(partial=partial), np.uint8).copy()
+        return np.frombuffer(sequence.pack(partial=partial), np.uint8).copy()
 
     def write(self, seq: int, state: NDArray[np.uint8], *, partial: bool) -> bool:
-        held = self._at(seq)
-        if self.faults.write() or not held.unpack(memoryview(state.tobytes()), partial=partial):
-            self._held[seq] = Held(self._memory)
+        sequence = self._at(seq)
+        if self.faults.write() or not sequence.unpack(memoryview(state.tobytes()), partial=partial):
+            self._states[seq] = SequenceState(self._memory)
             return False
         return True
 
@@ -260,9 +260,9 @@ class ToyCore:
         return self._at(seq).capture()
 
     def assemble(self, seq: int, pieces: Sequence[NDArray[np.uint8]], rest: NDArray[np.uint8] | None) -> bool:
-        held = self._at(seq)
-        if self.faults.write() or not held.assemble(pieces, rest):
-            self._held[seq] = Held(self._memory)
+        sequence = self._at(seq)
+        if self.faults.write() or not sequence.assemble(pieces, rest):
+            self._states[seq] = SequenceState(self._memory)
             return False
         return True
 
@@ -304,13 +304,13 @@ class ToyCore:
     def close(self) -> None:
         self._closed = True
         self._buffer[:] = _NOISE
-        self._held = []
+        self._states = []
 
-    def _at(self, seq: int) -> Held:
+    def _at(self, seq: int) -> SequenceState:
         self._check_open()
-        if not 0 <= seq < len(self._held):
-            raise ToyAbort(f"sequence {seq} of {len(self._held)}")
-        return self._held[seq]
+        if not 0 <= seq < len(self._states):
+            raise ToyAbort(f"sequence {seq} of {len(self._states)}")
+        return self._states[seq]
 
     def _check_open(self) -> None:
         if self._closed:
@@ -446,7 +446,7 @@ class Rolling:
     value: int = 0
 
 
-class Held:
+class SequenceState:
     """The state of one sequence, in the parts that its kind of memory has.
 
     `base` where it has rows, `window` where it has one, `rolling` where it has a recurrent state.
@@ -517,8 +517,8 @@ class Held:
         if self.window is not None:
             self.window.cut(start)
 
-    def copy(self) -> Held:
-        twin = Held(self._memory)
+    def copy(self) -> SequenceState:
+        twin = SequenceState(self._memory)
         twin.base = None if self.base is None else self.base.copy()
         twin.window = None if self.window is None else self.window.copy()
         twin.rolling = self.rolling

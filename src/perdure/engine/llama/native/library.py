@@ -107,7 +107,7 @@ def _open(source: LibrarySource) -> list[ctypes.CDLL]:
         for stem in _STEMS:
             path = source.file(stem)
             if path is not None:
-                handles.append(_load(path))
+                handles.append(load_file(path))
     except OSError as error:
         raise EngineLibraryError(
             f"the library at {source.folder} cannot be loaded: {error}. {WAYS}", tried=(str(source),)
@@ -116,7 +116,7 @@ def _open(source: LibrarySource) -> list[ctypes.CDLL]:
     return handles[::-1]
 
 
-def _load(path: Path) -> ctypes.CDLL:
+def load_file(path: Path) -> ctypes.CDLL:
     """One shared library.
 
     A build that was moved elsewhere no longer finds its GPU backends by itself: those it asks for are loaded

@@ -209,7 +209,7 @@ def _told(choice: ChosenLibrary, new: bool) -> ChosenLibrary:
 
 def remembered(source: LibrarySource) -> ProbeResult | None:
     """What an earlier probe of a library found; None where nothing is remembered."""
-    return read_results().get(_key(source))
+    return read_results().get(key_of(source))
 
 
 def result_of(source: LibrarySource) -> ProbeResult:
@@ -259,7 +259,7 @@ def test(source: LibrarySource) -> ProbeResult:
         translated=translated,
     )
     results = read_results()
-    results[_key(source)] = result
+    results[key_of(source)] = result
     _write_results(results)
     return result
 
@@ -314,8 +314,8 @@ class _Runs:
         """`attempt` with how a child that was given `job` ended."""
         child = Path(__file__).with_name("probe_child.py")
         # Nothing of the current folder is run.
-        ended = _run(system.isolated_python(str(child), job, str(self._models)), self._seconds)
-        report = _report(ended.stdout)
+        ended = run_child(system.isolated_python(str(child), job, str(self._models)), self._seconds)
+        report = last_report(ended.stdout)
         if ended.returncode is None:
             return replace(attempt, died=f"no end after {self._seconds} s at {report['doing']}")
         self.variants = report.get("variants", self.variants)
@@ -349,7 +349,7 @@ class _Ended:
     stderr: bytes
 
 
-def _run(command: Sequence[str], seconds: float) -> _Ended:
+def run_child(command: Sequence[str], seconds: float) -> _Ended:
     """Run a child to its end. Each line of its output gives it so many seconds for the next."""
     overdue = threading.Event()
 
@@ -390,7 +390,7 @@ def _run(command: Sequence[str], seconds: float) -> _Ended:
         return _Ended(None if overdue.is_set() else code, b"".join(lines), errors.read())
 
 
-def _report(output: bytes) -> dict[str, Any]:
+def last_report(output: bytes) -> dict[str, Any]:
     """What the child said, the last of each kind."""
     report: dict[str, Any] = {"doing": "its start", "devices": [], "unusable": []}
     for line in output.decode("utf-8", "replace").splitlines():
@@ -432,7 +432,7 @@ def gpu_surroundings() -> list[str]:
     return [system.nvidia_driver(), *shown, *map(str, runtime_folders()), *map(str, compat_drivers())]
 
 
-def _key(source: LibrarySource) -> str:
+def key_of(source: LibrarySource) -> str:
     parts = [str(_PROBE), digest(source), processor(), surroundings(), settings().llama_variant or ""]
     if gpu_backends(source):
         parts += gpu_surroundings()

@@ -319,7 +319,7 @@ async def embed_texts(
     texts = [asked.input] if isinstance(asked.input, str) else list(asked.input)
     started = time.perf_counter()
     await check_width(asked.dimensions, app_state)
-    found = cut(await embed(texts, request, app_state, caller), asked.dimensions)
+    found = cut(await embed(texts, request, app_state, caller, model=asked.model), asked.dimensions)
 
     def body() -> bytes:
         shown = {
@@ -340,7 +340,7 @@ async def embeddings(
 ) -> dict[str, Any]:
     """An older route for one text."""
     app_state = await _serving(asked, app_state, caller)
-    found = await embed([asked.prompt], request, app_state, caller)
+    found = await embed([asked.prompt], request, app_state, caller, model=asked.model)
     return {"embedding": found.vectors[0].tolist()}
 
 

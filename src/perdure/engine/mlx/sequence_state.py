@@ -1,4 +1,4 @@
-"""What one sequence holds in all layers, and its bytes.
+"""The state of one sequence in all layers, and its bytes.
 
 Rows by token are laid out as llama.cpp's are not: for a token, all layers' keys and values one after the
 other. A window's rows, and states, are the tail state, which belongs to the end.
@@ -143,11 +143,12 @@ class LayerRows:
         return out
 
 
-class Held:
+class SequenceState:
     """The caches of one sequence. `length` is what all of them hold.
 
-    Always holds: between calls every array is computed, and nothing else has a handle of it. A step that did
-    not end is taken back by the next call.
+    Always holds: between calls every array is computed, and nothing else has a handle of it. After a step
+    that failed or was interrupted, there may be rows behind the length, and states may be any: `Context` cuts
+    the rows, and replaces or empties the states.
     """
 
     def __init__(self, caches: list[Any], layout: Layout | None = None) -> None:
@@ -155,34 +156,9 @@ class Held:
         self.layout = layout
         self.leaves = leaves(caches)
         self.length = 0
-        self._before: tuple[int, list[list[Array]]] | None = None
-        """While a step runs: the length before it, and the states of then."""
-
-    # A step.
-
-    def begin(self) -> None:
-        states = [list(leaf.cache) for leaf in self.leaves if isinstance(leaf, StateCache)]
-        self._before = self.length, states
-
-    def end(self, length: int) -> None:
-        self.length, self._before = length, None
-
-    def undo(self) -> None:
-        """Take back a step that did not end: rows behind the length were never part of it."""
-        if self._before is None:
-            return
-        length, states = self._before
-        waiting = iter(states)
-        for leaf in self.leaves:
-            if isinstance(leaf, StateCache):
-                leaf.cache = list(next(waiting))
-            else:
-                leaf.cut(length)
-        self.length, self._before = length, None
 
     def recover(self) -> None:
-        """After a step that failed: go back to before it, or hold nothing where its arrays are lost."""
-        self.undo()
+        """After a step that failed: hold nothing where arrays were lost with it."""
         try:
             # Rows of the step may wait in the same arrays as those before it.
             mx.eval(self.arrays())
@@ -196,12 +172,10 @@ class Held:
     # What it holds.
 
     def newest(self) -> int:
-        self.undo()
         ends = [leaf.offset for leaf in self.leaves if isinstance(leaf, RowCache)]
         return min([*ends, self.length]) - 1
 
     def oldest(self) -> int:
-        self.undo()
         if not self.length:
             return -1
         if any(isinstance(leaf, StateCache) for leaf in self.leaves):
@@ -209,7 +183,6 @@ class Held:
         return max(leaf.base for leaf in self.leaves if isinstance(leaf, RowCache))
 
     def remove(self, start: int) -> None:
-        self.undo()
         if start <= 0:
             self.empty()
             return
@@ -224,11 +197,10 @@ class Held:
     def empty(self) -> None:
         self.caches = mapped(self.caches, lambda leaf: leaf.fresh())
         self.leaves = leaves(self.caches)
-        self.length, self._before = 0, None
+        self.length = 0
 
-    def copy(self) -> Held:
-        self.undo()
-        twin = Held(mapped(self.caches, lambda leaf: leaf.twin()), self.layout)
+    def copy(self) -> SequenceState:
+        twin = SequenceState(mapped(self.caches, lambda leaf: leaf.twin()), self.layout)
         twin.length = self.length
         # A handle that waits to be computed would keep both from being written in place.
         mx.eval(twin.arrays())
@@ -309,7 +281,6 @@ class Held:
 
     def put_tail(self, tail: NDArray[np.uint8]) -> bool:
         """Replace the window and the states. Rows behind their end are for `remove` to cut."""
-        self.undo()
         layout = self.layout
         assert layout is not None
         if tail.nbytes < _HEAD.size:
@@ -360,8 +331,7 @@ class Held:
             leaf.put(arrays, base, end)
 
     def capture(self) -> Capture:
-        self.undo()
         return Capture(self.rows(), self.tail())
 
 
-__all__ = ["Held", "LayerRows", "Layout", "Leaf", "kind_of"]
+__all__ = ["LayerRows", "Layout", "Leaf", "SequenceState", "kind_of"]
