@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 from collections.abc import Callable
 
 import pytest
@@ -162,9 +163,9 @@ def dear_world(chance: float, price: float, *, prepares: bool, slope: float = 0.
 def test_guesses_of_a_model_pay_off_where_they_are_right(prepares: bool, price: float, gain: float) -> None:
     world, _ = dear_world(0.8, price, prepares=prepares)
     world.write(100)
-    for _ in range(6):
-        [(_, found)] = world.write(256)
-        assert found > gain
+    gains = [world.write(256)[0][1] for _ in range(7)]
+    assert statistics.median(gains) > gain
+    assert min(gains) > 1.0
 
 
 @pytest.mark.parametrize("prepares", [False, True])

@@ -32,6 +32,18 @@ def likeliest(row: Floats, position: int) -> int:
     return int(row.argmax())
 
 
+def expected(context: Context, seq: int = 0) -> Floats:
+    """The row that the first guess is drawn from."""
+    rows: list[Floats] = []
+
+    def seen(row: Floats, position: int) -> int:
+        rows.append(row.copy())
+        return 0
+
+    context.guess(7, seen, seq)
+    return rows[0]
+
+
 def guesses(context: Context, seq: int = 0, count: int = 6) -> list[int]:
     return context.guess(7, likeliest, seq, count=count)
 
@@ -66,7 +78,7 @@ def test_a_fork_and_a_copy_by_rows_guess_alike(model: Model, shared: bool) -> No
     with opened(model, shared=shared) as context:
         context.decode(TOKENS)
         context.fork(0, 1)
-        assert guesses(context, 1) == guesses(context)
+        np.testing.assert_allclose(expected(context, 1), expected(context), atol=0.05)
         rows = context.capture(0).rows
         assert rows is not None
         context.assemble(TOKENS, [rows.cut(0, 32), rows.cut(32, 80)], None, 2)
@@ -108,15 +120,10 @@ def test_their_part_of_the_state_is_used(model: Model) -> None:
         spoiled = whole.copy()
         spoiled[:, width:] = spoiled[::-1, width:]
         found: list[Floats] = []
-
-        def seen(row: Floats, position: int) -> int:
-            found.append(row.copy())
-            return 0
-
         for piece in (whole, whole, spoiled):
             context.assemble(TOKENS, [piece], None, 1)
             context.decode([5, 6, 8], 1)
-            context.guess(7, seen, 1)
+            found.append(expected(context, 1))
         np.testing.assert_array_equal(found[0], found[1])
         assert np.abs(found[0] - found[2]).max() > 1e-3
 
@@ -124,11 +131,13 @@ def test_their_part_of_the_state_is_used(model: Model) -> None:
 def test_a_cut_takes_both_back(model: Model) -> None:
     with opened(model) as context:
         context.decode(TOKENS[:75])
-        before = guesses(context)
+        before = expected(context)
         context.decode(TOKENS[75:])
         context.truncate(75)
-        assert guesses(context) == before
+        # Read in steps of other sizes, which round otherwise; one token more or less is far off.
+        np.testing.assert_allclose(expected(context), before, atol=0.05)
         context.decode(TOKENS[75:])
+        assert np.abs(expected(context) - before).max() > 0.5
         rows = context.capture().rows
         assert rows is not None
         assert len(rows) == 80

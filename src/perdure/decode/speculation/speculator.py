@@ -30,8 +30,10 @@ _TOKENS = 32
 _SHARE = 0.005
 """Of a stream's time that it may lose to wrong guesses."""
 _START = 1.0
-"""Credit of a new stream, in steps."""
-_MORE = 3.0
+"""Credit of a new stream, in steps, at most."""
+_CHANCES = 4
+"""How many wrong guesses that credit is for: they cost little on a GPU."""
+_MORE = 2.0
 """What it may have besides, in steps: as much as guesses of models have saved lately, for all streams. What
 n-grams have saved says little of another text."""
 _LATELY = 0.98
@@ -42,6 +44,8 @@ _WORTH = 1.02
 """How much more a step with guesses must promise."""
 _MODEL = 0.7
 """How likely a guess of a model is taken to be right before any was."""
+_BET = 0.5
+"""Of a stream's credit that one draft of a model may cost: so some wrong ones in a row do not end it."""
 _DEAREST = 5
 """Guesses of a model for a step, at most."""
 _DOUBTFUL = 0.68
@@ -150,6 +154,11 @@ class Prices:
     def price(self, source: str) -> float:
         """Seconds of a guess; 0 where none is known."""
         return self._seconds.get(source, 0.0) if self._counts.get(source, 0) >= self._tries else 0.0
+
+    @property
+    def highest(self) -> float:
+        """Of the drafters that were asked so far."""
+        return max(map(self.price, self._seconds), default=0.0)
 
     def believed(self, source: str, guesses: int, seconds: float) -> float:
         """Learn what a draft took; what of it is held against it."""
@@ -268,7 +277,7 @@ class Speculator:
         plain = self._costs.known(known)
         if plain is None or self._unpaid >= _UNCHECKED or room <= 0:
             return
-        streams = [self._stream(chunk.sequence, plain) for chunk in chunks]
+        streams = [self._stream(chunk.sequence, known, plain) for chunk in chunks]
         credit = min(stream.credit for stream in streams)
         if self._costs.seconds(known + 1) - plain > credit and not self._has_untried(chunks, known):
             return
@@ -384,11 +393,12 @@ class Speculator:
         for drafter in self._drafters:
             drafter.close()
 
-    def _stream(self, sequence: TokenSequence, plain: float) -> _Stream:
+    def _stream(self, sequence: TokenSequence, known: int, plain: float) -> _Stream:
         stream = self._streams.get(sequence)
         if stream is None:
-            more = min(max(0.0, self._gain), _MORE)
-            stream = self._streams[sequence] = _Stream((_START + more) * plain)
+            guess = max(self._costs.seconds(known + 1) - plain, _DEAR * plain) + self._prices.highest
+            credit = min(_START * plain, _CHANCES * guess) + min(max(0.0, self._gain), _MORE) * plain
+            stream = self._streams[sequence] = _Stream(credit)
         return stream
 
     def _ask(self, chunk: Chunk, count: int, pays: _Pays | None = None) -> Draft | None:
@@ -430,8 +440,6 @@ class Speculator:
         plain, price = self._costs.seconds(known), self._prices.price(source)
         if price <= _DEAR * plain:
             return MAX_GUESSES
-        if price > stream.credit:
-            return 0
         if self._prepares and streams == 1:
             for count in _TRIED:
                 if count <= _DEAREST and self._costs.tries(known + count) < _TRIES:
@@ -441,10 +449,13 @@ class Speculator:
         for at in range(1, _DEAREST + 1):
             right *= chance
             tokens += right
-            rate = tokens / (self._costs.seconds(known + at * streams) + at * streams * price)
-            if at in _LENGTHS and rate > best:
-                best, count = rate, at
-        if not count and stream.credit >= _START * plain:
+            size = known + at * streams
+            seconds = self._costs.seconds(size) + self._costs.change(size) + at * streams * price
+            if seconds - plain > _BET * stream.credit:
+                break
+            if at in _LENGTHS and tokens / seconds > best:
+                best, count = tokens / seconds, at
+        if not count and stream.credit >= min(_START * plain, _CHANCES * price):
             # Now and then it is tried all the same: the text may have changed.
             return 1
         return count

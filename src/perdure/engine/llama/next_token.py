@@ -162,6 +162,8 @@ class NextTokenCore:
         self.width = self.model.width
         self.n_ctx_seq = self.model.n_ctx_seq
         self._batch = Batch(params.n_batch)
+        self._last = Batch(params.n_batch)
+        """The last step of the model, if its hidden states are still there."""
         self._most = min(_UNREAD, params.n_batch - 1)
         self._unread: dict[int, _Unread] = {}
         self._recent: dict[int, tuple[int, Floats]] = {}
@@ -170,10 +172,25 @@ class NextTokenCore:
     # Computing.
 
     def decode(self, batch: Batch) -> Outcome:
+        self._take_states()
+        for seq, unread in list(self._unread.items()):
+            if len(unread.tokens) > self._most:
+                self._catch_up(seq)
         outcome = self.model.decode(batch)
-        if outcome is not Outcome.DONE:
-            return outcome
-        size = batch.size
+        if outcome is Outcome.DONE:
+            # A device may be at it still: nobody waits for it here.
+            self._last.size = size = batch.size
+            self._last.tokens[:size] = batch.tokens[:size]
+            self._last.positions[:size] = batch.positions[:size]
+            self._last.seqs[:size] = batch.seqs[:size]
+        return outcome
+
+    def _take_states(self) -> None:
+        """Take the hidden states of the last step, which the next one overwrites."""
+        batch, size = self._last, self._last.size
+        if not size:
+            return
+        batch.size = 0
         states = self.model.hidden_states(size)
         starts = [0, *(np.flatnonzero(np.diff(batch.seqs[:size])) + 1).tolist()]
         for start, end in zip(starts, [*starts[1:], size], strict=True):
@@ -182,11 +199,7 @@ class NextTokenCore:
             first = np.zeros((1, self.width), np.float32) if before is None else before[None]
             inputs = np.concatenate([first, states[start : end - 1]])
             self._recall(seq, position, states[start:end])
-            unread = self._unread.setdefault(seq, _Unread(position))
-            unread.add(batch.tokens[start:end], inputs)
-            if len(unread.tokens) > self._most and (outcome := self._read(seq)) is not Outcome.DONE:
-                return outcome
-        return Outcome.DONE
+            self._unread.setdefault(seq, _Unread(position)).add(batch.tokens[start:end], inputs)
 
     def _read(self, seq: int, token: int | None = None) -> Outcome:
         """Have the layers read what they have not of `seq`; and `token` behind it, with a row for that."""
@@ -214,6 +227,7 @@ class NextTokenCore:
 
     def _catch_up(self, seq: int) -> None:
         """Have the layers read what they have not: their part of the state is asked for."""
+        self._take_states()
         if (outcome := self._read(seq)) is not Outcome.DONE:
             raise EngineError(f"the next-token layers could not read sequence {seq} ({outcome.value})")
 
@@ -237,6 +251,7 @@ class NextTokenCore:
         row and the position of the token that is to be drawn from it."""
         start = position = self.newest(seq) + 1
         guesses: list[int] = []
+        self._take_states()
         if self._state_before(seq, position) is None:
             return guesses
         try:
@@ -256,13 +271,14 @@ class NextTokenCore:
             self.layers.remove(seq, start)
 
     def adapt(self, adapters: Mapping[Adapter, float]) -> bool:
-        for seq in list(self._unread):
+        for seq in {*self._unread, *self._last.seqs[: self._last.size].tolist()}:
             self._catch_up(seq)
         return self.model.adapt(adapters) and self.layers.adapt(adapters)
 
     # Both caches.
 
     def remove(self, seq: int, start: int) -> None:
+        self._take_states()
         self.model.remove(seq, start)
         # Where the model could not do that, or dropped more, they go as far.
         self._cut_layers(seq, self.model.newest(seq) + 1)
@@ -290,6 +306,7 @@ class NextTokenCore:
             self._recent[dst] = self._recent[src]
 
     def clear(self) -> None:
+        self._last.size = 0
         self.model.clear()
         self.layers.clear()
         self._unread.clear()
@@ -304,6 +321,7 @@ class NextTokenCore:
         return np.concatenate([size, first, self.layers.read(seq, partial=False)])
 
     def write(self, seq: int, state: NDArray[np.uint8], *, partial: bool) -> bool:
+        self._take_states()
         if partial:
             good = self.model.write(seq, state, partial=True)
             self._cut_layers(seq, self.model.newest(seq) + 1)
@@ -324,6 +342,7 @@ class NextTokenCore:
     def assemble(self, seq: int, pieces: Sequence[NDArray[np.uint8]], rest: NDArray[np.uint8] | None) -> bool:
         if not pieces:
             return rest is not None and self.write(seq, rest, partial=False)
+        self._take_states()
         self._replaced(seq)
         width = self.model.row_bytes(seq)
         ours, theirs = ([piece[:, part] for piece in pieces] for part in (slice(width), slice(width, None)))
