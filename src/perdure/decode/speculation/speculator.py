@@ -58,7 +58,7 @@ _UNCHECKED = 2
 """Steps with guesses that brought little, after which one goes without: what they save is measured by it."""
 _TRIES = 4
 """Steps of each size that a GPU is given to prepare, and to show what such a step takes from then on."""
-_TRIED = (1, 3, 7, 15, 31)
+_TRIED = (1, 2, 3, 5, 7, 15, 31)
 """Guesses of those steps."""
 _STAY = 8
 """Steps of one size that are expected to follow each other."""
