@@ -113,6 +113,7 @@ api: $(CHAT)
 	$(BIN)/python tools/api_reference.py
 	$(BIN)/python tools/command_help.py
 	$(BIN)/python -m tools.option_tables
+	$(BIN)/python tools/source_tree.py
 
 dist: $(DIST)
 	rm -rf dist

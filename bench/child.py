@@ -34,14 +34,14 @@ class Child:
     def __init__(self, module: str, *args: str, env: Mapping[str, str] | None = None) -> None:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(_OPENMP)}
         self._name = " ".join((module, *args))
-        self._complaints = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed in __exit__)
+        self._captured_errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed in __exit__)
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, *args],
             cwd=ROOT,
             env={**inherited, **(env or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._complaints,
+            stderr=self._captured_errors,
             text=True,
         )
 
@@ -64,8 +64,8 @@ class Child:
             line = ""
         if not line:
             code = self._process.wait()
-            self._complaints.seek(0)
-            said = self._complaints.read()
+            self._captured_errors.seek(0)
+            said = self._captured_errors.read()
             missing = re.search(r": (No module named .+)$", said, re.MULTILINE)
             if missing:
                 raise PeerMissingError(f"{self._name}: {missing[1]}")
@@ -80,7 +80,7 @@ class Child:
     ) -> None:
         self._process.kill()
         self._process.communicate()
-        self._complaints.close()
+        self._captured_errors.close()
 
 
 def serve(calls: Mapping[str, Callable[..., Any]]) -> None:

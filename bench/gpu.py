@@ -206,8 +206,8 @@ def _perdure(held: ExitStack, path: Path, clients: int) -> str:
 
 
 def _started(held: ExitStack, *command: str) -> subprocess.Popen[str]:
-    complaints = held.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=complaints, text=True)
+    captured_errors = held.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=captured_errors, text=True)
     held.callback(process.communicate)
     held.callback(process.terminate)
     return process

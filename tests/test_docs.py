@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from tools import source_tree
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -203,6 +204,11 @@ def test_the_reference_is_what_signatures_and_docstrings_say() -> None:
         [sys.executable, str(ROOT / "tools" / "api_reference.py"), "--check"], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_tree_of_the_sources_is_what_docstrings_say() -> None:
+    assert read(source_tree.PAGE) == source_tree.text(), "run `python tools/source_tree.py`"
+    assert all(sentence for _, sentence in source_tree.rows())
 
 
 def test_what_clients_can_do_is_said_by_tests() -> None:

@@ -2,8 +2,8 @@
 
 `reuse` counts tokens, and no time: four replicas with a quarter of the memory each, by our policy, against
 one machine with all of it, and against round robin. `turns` is the store alone, with the turns of many
-sessions at once. `wake` is a real model: a session that slept on one machine wakes on another one, against
-computing it there.
+sessions at once. `wake` is a real model: a session wakes out of each tier, and on another machine out of each
+place that machines share, against computing it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -173,61 +173,121 @@ def _turns_a_second(folder: Path, name: str, count: int) -> float:
 @contextmanager
 def postgres() -> Iterator[Callable[..., str]]:
     """A server that is started here; what makes the URL of a store with a folder."""
+    servers = _servers()
+    if servers.program("initdb") is None:
+        raise PeerMissingError("PostgreSQL is not installed: apt-get install postgresql")
+    with servers.postgres_server(fsync=True) as server:
+        yield server.url
+
+
+def _servers() -> Any:
+    """The module of the tests that starts servers of others."""
     sys.path.append(str(Path(__file__).parents[2] / "tests"))
     try:
-        from cluster.servers import postgres_server, program
+        from cluster import servers
     except ImportError as error:
         raise PeerMissingError(f"{error.name} is not installed: make setup") from None
-    if program("initdb") is None:
-        raise PeerMissingError("PostgreSQL is not installed: apt-get install postgresql")
-    with postgres_server(fsync=True) as server:
-        yield server.url
+    return servers
 
 
 # Waking.
 
 
 def wake(run: Run) -> Iterator[Figure]:
-    """The first token of a session that slept on another machine, its state in a shared directory, against
-    the same without a shared place. SmolLM2-135M, one thread."""
+    """The first token of a session whose state is in one tier, against computing it. Memory and disk are of
+    the same machine; in the other ones it slept on another machine. SmolLM2-135M, one thread."""
     words = "The harbour lies still this morning, and the ferry comes in at ten past nine. "
-    text = words * run.pick(60, 25)
-    with tempfile.TemporaryDirectory() as name, postgres() as url:
+    text, rounds = words * run.pick(60, 25), run.pick(5, 3)
+    with tempfile.TemporaryDirectory() as name, ExitStack() as held, Watch() as watch:
         folder = Path(name)
-        place = f"file://{folder}/shared"
-        first = url(folder / "m0")
-        size = 0
-        with _machine(first, [place]) as runtime:
-            session = runtime.session("one")
-            session.say(text, max_tokens=1, temperature=0)
-            tokens = session.token_count
-            session.sleep()
-        size = sum(each.stat().st_size for each in (folder / "shared").rglob("*") if each.is_file())
-        shared: list[float] = []
-        computed: list[float] = []
-        with Watch() as watch:
-            for number in range(run.pick(7, 3)):
-                for places, times in (([place], shared), ([], computed)):
-                    at = first.replace("%2Fm0", f"%2Fm{number + 1}{'s' if places else 'c'}")
-                    with _machine(at, places) as runtime:
-                        time.sleep(3 if places else 0)  # The lists of others are read every 2 s.
-                        session = runtime.session("one")
-                        began = time.perf_counter()
-                        session.say("Go on.", max_tokens=1, temperature=0)
-                        times.append((time.perf_counter() - began) * 1e3)
-        yield Figure(
-            name=f"first token on another machine, {tokens:,} tokens, {size / tokens:,.0f} bytes a token",
-            against="computing",
-            unit="ms",
-            gauge=Gauge.COST,
-            pairs=Pairs(tuple(shared), tuple(computed)),
-            target=at_least(1),
-            machine=watch.machine,
-        )
+        url = held.enter_context(postgres())
+        computed = list(_computing(url(folder / "alone"), text, rounds))
+        shared = {"a shared directory": f"file://{folder}/shared", **dict(_places(held, folder))}
+        for tier, times in (
+            ("memory", _own(url(folder / "memory"), text, rounds, sleep=False)),
+            ("the disk", _own(url(folder / "disk"), text, rounds, sleep=True)),
+            *(
+                (tier, _moved(url(folder / f"{number}-m0"), place, text, rounds))
+                for number, (tier, place) in enumerate(shared.items())
+            ),
+        ):
+            tokens, nbytes, seconds = times
+            size = f", {nbytes / tokens:,.0f} bytes a token" if nbytes else ""
+            yield Figure(
+                name=f"first token of a session in {tier}, {tokens:,} tokens{size}",
+                against="computing",
+                unit="ms",
+                gauge=Gauge.COST,
+                pairs=Pairs(tuple(each * 1e3 for each in seconds), tuple(each * 1e3 for each in computed)),
+                target=at_least(1),
+                machine=watch.machine,
+            )
+
+
+def _places(held: ExitStack, folder: Path) -> Iterator[tuple[str, str]]:
+    servers = _servers()
+    with suppress(ImportError):
+        import moto.server  # noqa: F401
+
+        yield "S3 (moto)", held.enter_context(servers.s3_server(folder)).url()
+    if servers.program("redis-server") is not None:
+        redis = held.enter_context(servers.redis_server(folder))
+        yield "Redis", f"{redis.url}?tokens=100000"
+
+
+def _first_token(session: perdure.Session, reused: bool) -> float:
+    began = time.perf_counter()
+    reply = session.say("Go on.", max_tokens=1, temperature=0)
+    seconds = time.perf_counter() - began
+    if (reply.reuse.reused > reply.reuse.computed) != reused:
+        raise RuntimeError(f"this is not what was to be measured: {reply.reuse}")
+    return seconds
+
+
+def _computing(url: str, text: str, rounds: int) -> Iterator[float]:
+    """Each time on a machine that has nothing."""
+    with _machine(url) as runtime:
+        runtime.session("one").say(text, max_tokens=1, temperature=0)
+    for number in range(rounds):
+        with _machine(url.replace("%2Falone", f"%2Falone{number}")) as runtime:
+            yield _first_token(runtime.session("one").fork(f"fork{number}"), False)
+
+
+def _own(url: str, text: str, rounds: int, *, sleep: bool) -> tuple[int, int, list[float]]:
+    """On the machine that has it: another conversation has its slot meanwhile."""
+    seconds = []
+    with _machine(url) as runtime:
+        session, other = runtime.session("one"), runtime.session("other")
+        session.say(text, max_tokens=1, temperature=0)
+        for _ in range(rounds):
+            other.say("Something else.", max_tokens=1, temperature=0)
+            if sleep:
+                session.sleep()
+            seconds.append(_first_token(session, True))
+        return session.token_count, 0, seconds
+
+
+def _moved(first: str, place: str, text: str, rounds: int) -> tuple[int, int, list[float]]:
+    """On another machine each time, by way of a place that they share."""
+    seconds = []
+    with _machine(first, place) as runtime:
+        session = runtime.session("one")
+        session.say(text, max_tokens=1, temperature=0)
+        tokens = session.token_count
+        session.sleep()
+    nbytes = 0
+    for number in range(rounds):
+        with _machine(first.replace("-m0", f"-m{number + 1}"), place) as runtime:
+            # The lists of others are read every 2 s.
+            tier = runtime.backend.slot_cache.tiers.lower[-1].tier  # type: ignore[attr-defined]
+            tier.refresh()
+            nbytes = tier.nbytes
+            seconds.append(_first_token(runtime.session("one").fork(f"fork{number}"), True))
+    return tokens, nbytes, seconds
 
 
 @contextmanager
-def _machine(url: str, places: Sequence[str]) -> Iterator[perdure.Runtime]:
+def _machine(url: str, *places: str) -> Iterator[perdure.Runtime]:
     with perdure.open(
         model_path(), n_ctx=4096, slots=1, threads=1, store=url, blocks=list(places) or None
     ) as runtime:

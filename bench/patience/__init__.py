@@ -1,18 +1,22 @@
 """Patience: what others wait for while a server reads a long prompt of 30,000 tokens.
 
 `/v1/machine`, `/v1/cache` and `/v1/requests` (which `perdure status` and the page ask), the first token of a
-short request, and cancelling the long one: until its stream ends. Each is the worst of all that were tried.
+short request, and cancelling the long one: until its stream ends. Each is the worst of all that were tried,
+in the first seconds of the reading and again late in it, where a token takes longest. The late part begins
+when three quarters are read, or after some minutes: its figures say how much was read by then.
 Two threads, one process that serves and one that computes, as `perdure serve` has it.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,41 +29,64 @@ from bench.processes.servers import CHAT, THREADS, launched
 
 _LONG = "The lighthouse keeper wrote down the weather, the ships and the birds of the day. "
 _LOOKS = ("/v1/machine", "/v1/cache", "/v1/requests")
+_LATE = 0.75
+"""The share of the prompt that is read when it is looked at again."""
 
 
 def reading(run: Run) -> Iterator[Figure]:
     tokens, looks, shorts = run.pick((30_000, 30, 5), (24_000, 6, 1))
+    patience = run.pick(1500.0, 60.0)
     with ExitStack() as held:
-        complaints: Any = held.enter_context(tempfile.TemporaryFile("w+"))
+        captured_errors: Any = held.enter_context(tempfile.TemporaryFile("w+"))
         options = ("--ctx", str(tokens + 2048), "--slots", "2", "--threads", str(THREADS), "--no-store")
-        url = launched(held, complaints, _model(run, held), *options)
+        url = launched(held, captured_errors, _model(run, held), *options)
         client = held.enter_context(httpx.Client(base_url=url, trust_env=False, timeout=600))
         _first_token(client, "Hello.")
         counted = client.post("/tokenize", json={"content": _LONG * 16}).raise_for_status().json()
         each = counted["count"] / 16
         with Watch() as watch, _LongPrompt(url, _LONG * int(tokens / each)) as long:
-            looked = [_seconds(client, path) for _ in range(looks // len(_LOOKS)) for path in _LOOKS]
-            firsts = [_first_token(client, f"Hello, number {number}.") for number in range(shorts)]
-            if long.ended.is_set():
-                raise RuntimeError("the long prompt was read before all was measured: take a longer one")
+            parts = [_looked(client, looks, shorts, long)]
+            long.until(_LATE, patience)
+            parts.append(_looked(client, looks, shorts, long))
             began = time.perf_counter()
             client.post(f"/v1/requests/{long.id}/cancel", json={}).raise_for_status()
             long.ended.wait(600)
             cancelled = time.perf_counter() - began
-        for name, values, limit in (
-            ("slots, queue and cache told, worst", max(looked), 0.2),
-            ("first token of a short request, worst", max(firsts), 3.0),
-            ("cancelling the long one", cancelled, 0.5),
-        ):
+        figures = [(f"cancelling the long one at {parts[-1].read:,} tokens", cancelled, 0.5)]
+        for part in parts:
+            figures += [
+                (f"slots, queue and cache told at {part.read:,} tokens, worst", part.looked, 0.2),
+                (f"first token of a short request at {part.read:,} tokens, worst", part.first, 3.0),
+            ]
+        for name, value, limit in figures:
             yield Figure(
                 name=f"{name}, while {tokens:,} tokens are read",
                 against="what a user bears",
                 unit="s",
                 gauge=Gauge.RATE,
-                pairs=Pairs((values,), (limit,)),
+                pairs=Pairs((value,), (limit,)),
                 target=at_most(limit, "s"),
                 machine=watch.machine,
             )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What others waited for at one place of the reading, the worst each."""
+
+    read: int
+    """Tokens of the long prompt by then."""
+    looked: float
+    first: float
+
+
+def _looked(client: httpx.Client, looks: int, shorts: int, long: _LongPrompt) -> _Part:
+    read = long.read
+    looked = [_seconds(client, path) for _ in range(looks // len(_LOOKS)) for path in _LOOKS]
+    firsts = [_first_token(client, f"Hello, number {number}, at {read}.") for number in range(shorts)]
+    if long.ended.is_set():
+        raise RuntimeError("the long prompt was read before all was measured: take a longer one")
+    return _Part(read, max(looked), max(firsts))
 
 
 class _LongPrompt:
@@ -68,6 +95,8 @@ class _LongPrompt:
     def __init__(self, url: str, text: str) -> None:
         self.id = "bench-long-prompt"
         self.ended = threading.Event()
+        self.read = self.total = 0
+        """Tokens of the prompt that are read, and all."""
         self._started = threading.Event()
         self._url, self._text = url, text
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -80,6 +109,21 @@ class _LongPrompt:
 
     def __exit__(self, *exc: object) -> None:
         """The server ends soon, and its stream with it."""
+
+    def until(self, share: float, seconds: float) -> None:
+        """Wait until that share of the prompt is read, so many seconds at most."""
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end and not self.ended.is_set():
+            if self.total and self.read >= share * self.total:
+                return
+            self.ended.wait(0.2)
+
+    def _note(self, line: str) -> None:
+        """How far the prompt is read, where a line of the stream says so."""
+        found = re.search(r'"prompt_progress": ?(\{[^}]*\})', line)
+        if found is not None:
+            progress = json.loads(found[1])
+            self.read, self.total = int(progress["processed"]), int(progress["total"])
 
     def _run(self) -> None:
         body = {
@@ -96,7 +140,8 @@ class _LongPrompt:
                 ) as answer,
             ):
                 answer.raise_for_status()
-                for _ in answer.iter_lines():
+                for line in answer.iter_lines():
+                    self._note(line)
                     self._started.set()
         finally:
             self._started.set()

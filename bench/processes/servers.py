@@ -55,9 +55,9 @@ class Server:
 
     def __init__(self, held: ExitStack, kind: str, bare: Bare) -> None:
         self.kind = kind
-        self._complaints: IO[str] = held.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115
+        self._captured_errors: IO[str] = held.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115
         self.bare = bare
-        self._url = urlsplit(_KINDS[kind](held, model_path(), self._complaints))
+        self._url = urlsplit(_KINDS[kind](held, model_path(), self._captured_errors))
 
     def together(self, bodies: Sequence[Mapping[str, Any]]) -> list[Heard]:
         """Replies to all of them, asked for at once."""
@@ -118,8 +118,8 @@ class Server:
 
     def _complained(self) -> str:
         """What the server wrote last about things that went wrong."""
-        self._complaints.seek(0)
-        lines = self._complaints.read().splitlines()
+        self._captured_errors.seek(0)
+        lines = self._captured_errors.read().splitlines()
         return "\n".join(line for line in lines if '"level": "info"' not in line)[-4000:]
 
 
@@ -181,22 +181,26 @@ _OPTIONS = ("--ctx", str(N_CTX), "--slots", str(SLOTS), "--threads", str(THREADS
 _PLAIN = "without-direct-write"
 
 
-def _ours(held: ExitStack, path: str, complaints: IO[str]) -> str:
+def _ours(held: ExitStack, path: str, captured_errors: IO[str]) -> str:
     """`perdure serve`, as people run it."""
-    return launched(held, complaints, path, "--no-store", *_OPTIONS)
+    return launched(held, captured_errors, path, "--no-store", *_OPTIONS)
 
 
-def _without_direct_write(held: ExitStack, path: str, complaints: IO[str]) -> str:
+def _without_direct_write(held: ExitStack, path: str, captured_errors: IO[str]) -> str:
     """The same, whose events go to the socket by uvicorn's own way."""
     module = "bench.processes.servers"
-    return launched(held, complaints, path, "--no-store", *_OPTIONS, command=(module, _PLAIN))
+    return launched(held, captured_errors, path, "--no-store", *_OPTIONS, command=(module, _PLAIN))
 
 
 def launched(
-    held: ExitStack, complaints: IO[str], path: str, *options: str, command: Sequence[str] = ("perdure.cli",)
+    held: ExitStack,
+    captured_errors: IO[str],
+    path: str,
+    *options: str,
+    command: Sequence[str] = ("perdure.cli",),
 ) -> str:
     """Where `perdure serve` listens, with these options."""
-    process = _started(held, complaints, *command, "serve", path, "--port", "0", *options)
+    process = _started(held, captured_errors, *command, "serve", path, "--port", "0", *options)
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("address"):
@@ -204,7 +208,7 @@ def launched(
     raise RuntimeError("perdure serve did not start")
 
 
-def _llama_server(held: ExitStack, path: str, complaints: IO[str]) -> str:
+def _llama_server(held: ExitStack, path: str, captured_errors: IO[str]) -> str:
     """The one that was compiled with the library in use, or else the one out of `xllamacpp`."""
     built = built_llama_server()
     return built_url(held, built, path, SLOTS, "-t", str(THREADS)) if built else llama_server_url(held, path)
@@ -248,14 +252,14 @@ def _answering(process: subprocess.Popen[Any], url: str, route: str) -> str:
     raise RuntimeError(f"{process.args!r} did not start")
 
 
-def _llama_cpp_python(held: ExitStack, path: str, complaints: IO[str]) -> str:
+def _llama_cpp_python(held: ExitStack, path: str, captured_errors: IO[str]) -> str:
     """Its own server, which serves one request at a time. As shipped it cuts a reply short when the next
     request comes; here it may finish."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     process = _started(
         held,
-        complaints,
+        captured_errors,
         *("llama_cpp.server", "--model", path, "--host", "127.0.0.1", "--port", str(port)),
         *("--n_ctx", str(N_CTX), "--n_threads", str(THREADS), "--n_threads_batch", str(THREADS)),
         *("--interrupt_requests", "false", "--verbose", "false"),
@@ -263,17 +267,17 @@ def _llama_cpp_python(held: ExitStack, path: str, complaints: IO[str]) -> str:
     try:
         return _answering(process, f"http://127.0.0.1:{port}", "/v1/models")
     except RuntimeError as error:
-        complaints.seek(0)
-        raise RuntimeError(f"{error}:\n{complaints.read()[-4000:]}") from None
+        captured_errors.seek(0)
+        raise RuntimeError(f"{error}:\n{captured_errors.read()[-4000:]}") from None
 
 
-def _started(held: ExitStack, complaints: IO[str], *arguments: str) -> subprocess.Popen[str]:
+def _started(held: ExitStack, captured_errors: IO[str], *arguments: str) -> subprocess.Popen[str]:
     """`python -m` of these, until the end of the measurement."""
     process = subprocess.Popen(
         [sys.executable, "-m", *arguments],
         env={name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))},
         stdout=subprocess.PIPE,
-        stderr=complaints,
+        stderr=captured_errors,
         text=True,
     )
     held.callback(process.communicate)

@@ -181,9 +181,9 @@ def _ours() -> str:
 
 def _serve(held: ExitStack, folder: str) -> str:
     """Where `perdure serve` with this store listens."""
-    complaints: IO[str] = held.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115
+    captured_errors: IO[str] = held.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115
     options = ("--store", folder, "--ctx", str(N_CTX), "--slots", str(SLOTS), "--threads", str(THREADS))
-    return launched(held, complaints, model_path(), *options)
+    return launched(held, captured_errors, model_path(), *options)
 
 
 @functools.cache

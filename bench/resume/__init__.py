@@ -3,8 +3,9 @@
 Claude Code, Codex and opencode (the npm packages) talk to `perdure serve` for some turns. Then the server and
 its engine are killed with SIGKILL, the server is started again, and the agent goes on with
 `--resume`. The figure is how many tokens of that prompt were computed, against those that are new in it: what
-comes behind the last prompt and its reply. Beside it, llama-server is sent the same requests, and is killed
-and started at the same place.
+comes behind the last prompt and its reply. State is written as soon as the engine has nothing to do: the kill
+comes when that is done, or after five seconds, and how long it took is told. Beside it, llama-server is sent
+the same requests, and is killed and started at the same place.
 
 The model is a toy (`tests/zoo`, `llama-brief`) that says one word and ends: what counts are tokens, as the
 server's own list of requests has them. An agent that is not installed is fetched with npm.
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -29,6 +31,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 
@@ -46,6 +49,8 @@ PROMPTS = (
 )
 _CTX, _SLOTS = 196_608, 2
 _PATIENCE = 1200.0
+_WRITTEN = 5.0
+"""Seconds that a server is given to write state down before it is killed."""
 _HIDDEN = {"host", "content-length", "connection", "transfer-encoding", "accept-encoding"}
 
 
@@ -260,6 +265,18 @@ class Ours:
         self.process.communicate()
         self.process = None
 
+    def until_written(self, session: str) -> float:
+        """Seconds until the state of a session is on the disk; of five at most."""
+        began = time.perf_counter()
+        path = f"{self.url}/v1/sessions/{quote(session, safe='')}/state"
+        while (waited := time.perf_counter() - began) < _WRITTEN:
+            state = httpx.get(path, trust_env=False, timeout=60).raise_for_status().json()
+            # The last token of a reply is not computed before something follows it.
+            if state["tiers"].get("disk", {"tokens": 0})["tokens"] >= state["tokens"] - 1:
+                break
+            time.sleep(0.02)
+        return waited
+
     def requests(self) -> list[dict[str, Any]]:
         """Those of this process, in their order."""
         answer = httpx.get(f"{self.url}/v1/requests", params={"limit": 200}, trust_env=False, timeout=60)
@@ -312,6 +329,8 @@ class Resumed:
     new: int
     computed: int
     turns: int
+    waited: float
+    """Seconds after the agent's last turn until its state was on the disk."""
 
 
 def work(agent: Agent, model: str, folder: Path, turns: int) -> tuple[Resumed, list[list[Asked]]]:
@@ -356,6 +375,7 @@ def work(agent: Agent, model: str, folder: Path, turns: int) -> tuple[Resumed, l
         for number in range(turns):
             turn(number)
         last = _longest(server.requests())
+        waited = server.until_written(last["session"])
         server.kill()
         server.start()
         turn(turns)
@@ -366,7 +386,7 @@ def work(agent: Agent, model: str, folder: Path, turns: int) -> tuple[Resumed, l
     usage = last["usage"]
     known = usage["prompt_tokens"] + usage["completion_tokens"]
     prompt = now["usage"]["prompt_tokens"]
-    return Resumed(prompt, prompt - known, now["reuse"]["computed"], turns), asked
+    return Resumed(prompt, prompt - known, now["reuse"]["computed"], turns, waited), asked
 
 
 def _longest(requests: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -411,7 +431,8 @@ def _figures(agent: Agent, run: Run) -> Iterator[Figure]:
         found, asked = work(agent, model, folder, run.pick(4, 2))
     new, computed = float(found.new), float(found.computed)
     yield Figure(
-        name=f"{agent.name}: tokens computed after a kill, {found.turns} turns, {found.prompt:,} tokens",
+        name=f"{agent.name}: tokens computed after a kill, {found.turns} turns, {found.prompt:,} tokens, "
+        f"written after {found.waited:.2f} s",
         against="tokens that are new",
         unit="tokens",
         gauge=Gauge.GROWTH,

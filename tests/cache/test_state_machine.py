@@ -61,7 +61,7 @@ def test_no_short_history_of_a_runtime_makes_warm_differ_from_cold(
 ) -> None:
     subject = find_subject(name)
     # Where a window is not kept, much is computed again.
-    examples = 40 if subject.toy else 5 if subject.name == "gemma3" and not swa_full else 15
+    examples = 40 if subject.toy else 2 if subject.name == "gemma3" and not swa_full else 15
     examples = 3 if name in subjects.MLX else examples
     run(subject, swa_full=swa_full, examples=examples, steps=25, lora=zoo_path("llama-lora"))
 

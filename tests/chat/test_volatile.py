@@ -13,7 +13,7 @@ from chat.test_normaliser import ALL, TOOL, normalised, rendered
 from counting import size_of
 from perdure.chat.message import Message, Tool
 from perdure.chat.transcript import shared_length
-from perdure.chat.volatile import RULES, VolatileText
+from perdure.chat.volatile import RULES, TOOLS, Rule, VolatileText
 from perdure.testing.toy import ToyModel
 
 
@@ -140,6 +140,106 @@ def test_every_rule_says_whose_text_it_is_and_why_it_may_move() -> None:
     for rule in RULES:
         assert rule.name in page
         assert rule.reason in page
+
+
+SAMPLES = {
+    "billing header": "x-anthropic-billing-header: cc_version=2.1.181.{n}; cch=0000{n};",
+    "tokens left": "<total_tokens>{n}0000 tokens left</total_tokens>",
+    "date": "Today's date: 2026-11-1{n}",
+    "percentage": "Memory: {n}% used",
+    "reminder": "<system-reminder>Plan mode is on, {n}.</system-reminder>",
+    "tokens left, behind a message": "<total_tokens>{n} left</total_tokens>",
+    "task nudge": "The TodoWrite tool hasn't been used recently, {n}.",
+    "order of tools": "",
+}
+
+
+@pytest.mark.parametrize("rule", [*RULES, TOOLS], ids=lambda rule: rule.name)
+def test_each_rule_is_listed_in_the_answer_costs_its_words_and_is_off_by_one_flag(rule: Rule) -> None:
+    """A2, for every line of the client table."""
+    page = (Path(__file__).parents[2] / "docs" / "agents.md").read_text()
+    assert f"| {rule.name} | {rule.client} |" in page
+    assert rule.reason in page
+    text, tools = SAMPLES[rule.name], [tool(name) for name in "abc"]
+    with perdure.open(ToyModel(), n_ctx=4096, slots=2) as rt:
+        for stable in (True, False):
+            history: list[Message] = [said("system", "You are an agent. " * 8)]
+            computed, notes = [], []
+            for n in range(3):
+                if rule is TOOLS:
+                    tools.reverse()
+                    history.append(said("user", f"question {n}"))
+                    sent = list(history)
+                elif rule.in_messages:
+                    # Only the latest message has it.
+                    history.append(said("user", f"question {n}"))
+                    sent = [*history, said("system", text.format(n=n))]
+                else:
+                    history.append(said("user", f"question {n}"))
+                    sent = [said("system", f"{text.format(n=n)}\n{history[0].content}"), *history[1:]]
+                reply = rt.chat(
+                    sent,
+                    tools=tools if rule is TOOLS else None,
+                    max_tokens=4,
+                    seed=n,
+                    stable_prefix=stable,
+                    namespace=str(stable),
+                )
+                computed.append(reply.reuse.computed)
+                notes += reply.notes
+                history.append(said("assistant", reply.text))
+            listed = any(rule.name.partition(",")[0] in note for note in notes)
+            if stable:
+                assert listed, notes
+                kept = computed[2]
+            else:
+                assert not any("moved" in note or "kept as" in note or "put back" in note for note in notes)
+                assert kept < computed[2], "it spoils the prefix where it is left as it was sent"
+
+
+def tool(name: str) -> dict[str, object]:
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+
+
+MOVERS = {
+    "command-r7b",
+    "deepseek-r1",
+    "DeepSeek-V3.1",
+    "DeepSeek-V3.2",
+    "DeepSeek-V4",
+    "DeepSeek-V4-Flash",
+    "Hy3",
+    "Solar-Open",
+}
+
+
+@pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
+def test_a_prompt_goes_on_from_the_system_message_that_ended_the_one_before(path: Path) -> None:
+    """A2: what was read up to such a message, and with it, is how the next prompt begins; unless the template
+    writes what stands before otherwise later, whoever said it."""
+
+    def pair(last: tuple[Message, ...], tools: tuple[Tool, ...]) -> tuple[str, str, int]:
+        shorter = (*long_history(2), said("user", "zqlast"), *last)
+        longer = (*shorter, said("assistant", "zqanswer2"), said("user", "zqend"))
+        first = rendered(path, normalised(path, shorter, tools))
+        second = rendered(path, normalised(path, longer, tools))
+        word = last[-1].content if last else "zqlast"
+        assert word is not None
+        return first, second, first.rindex(word) + len(word)
+
+    for tools in ((), (TOOL,)):
+        plain_first, plain_second, end = pair((), tools)
+        goes_on = plain_second.startswith(plain_first[:end])
+        first, second, end = pair((said("system", "zqleft2"),), tools)
+        assert second.startswith(first[:end]) == goes_on
+        if not tools and any(path.stem.endswith(name) or name in path.stem for name in MOVERS):
+            assert goes_on
+
+
+def test_the_templates_that_move_such_messages_are_among_them() -> None:
+    stems = [path.stem for path in ALL]
+    assert all(any(name in stem for stem in stems) for name in MOVERS)
+    assert len(ALL) == 89
 
 
 @cache

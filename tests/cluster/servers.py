@@ -1,5 +1,5 @@
-"""Servers of other programs that tests start themselves: PostgreSQL. Each has a folder of its own and a free
-port, and is killed at the end."""
+"""Servers of other programs that tests start themselves: PostgreSQL, Redis, S3. Each has a folder of its own
+and a free port, and is killed at the end."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -176,3 +177,39 @@ def redis_server(folder: Path) -> Iterator[RedisServer]:
         yield server
     finally:
         server.kill()
+
+
+class MotoServer(Server):
+    """S3 in a process of its own; a restart forgets everything."""
+
+    def __init__(self, folder: Path) -> None:
+        port = free_port()
+        super().__init__([sys.executable, "-m", "moto.server", "-p", str(port)], port, folder / "moto.log")
+
+    def start(self) -> None:
+        super().start()
+        import boto3
+
+        boto3.client("s3", endpoint_url=f"http://127.0.0.1:{self.port}").create_bucket(Bucket="blocks")
+
+    def url(self, port: int | None = None) -> str:
+        """A place in its bucket, by way of another port where one is given."""
+        return f"s3://blocks/x?endpoint=http://127.0.0.1:{port or self.port}"
+
+
+@contextmanager
+def s3_server(folder: Path) -> Iterator[MotoServer]:
+    """A server; a test that asks for one is skipped where moto is not installed."""
+    pytest.importorskip("moto.server", reason="moto is not installed")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (
+            ("ACCESS_KEY_ID", "x"),
+            ("SECRET_ACCESS_KEY", "x"),
+            ("DEFAULT_REGION", "us-east-1"),
+        ):
+            patch.setenv(f"AWS_{name}", value)
+        server = MotoServer(folder)
+        try:
+            yield server
+        finally:
+            server.kill()

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import threading
 import time
-from contextlib import ExitStack
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
 import pytest
 
 import perdure
+from cluster.harness import SETTINGS, Outcome, Replica, check, haproxy, replicas, soak_seconds, talking
 from cluster.servers import PostgresServer, free_port
-from cluster.test_haproxy import SETTINGS, Outcome, Replica, Talker, check, haproxy
+from perdure.chat.reply import ChatReply
 from perdure.testing.toy import ToyModel
 
 
@@ -69,9 +68,40 @@ def test_a_replica_that_goes_hands_its_sessions_over(
             assert session.turns == (4 if name == "a" else 3)
             reply = session.say("And now here.", max_tokens=4, temperature=0)
             assert reply.kept
-            # Its state is there; whether it is read goes by what was measured, and a toy computes fast.
-            passed_by = re.search(r"moving (\d+) tokens from elsewhere costs more", reply.reuse.why)
-            assert max(reply.reuse.reused, int(passed_by[1]) if passed_by else 0) >= count, reply.reuse
+            assert moved(reply) >= count, reply.reuse
+
+
+def moved(reply: ChatReply) -> int:
+    """Tokens whose state is there. Whether it is read goes by what was measured, and a toy computes fast."""
+    passed_by = re.search(r"moving (\d+) tokens from elsewhere costs more", reply.reuse.why)
+    return max(reply.reuse.reused, int(passed_by[1]) if passed_by else 0)
+
+
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_state_that_is_more_than_may_wait_to_be_written_is_handed_over_whole(
+    postgres: PostgresServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeps: bool
+) -> None:
+    """A long conversation is larger than what may wait to be written: a replica that goes writes the rest
+    when that is done, and so does one that puts a session to sleep."""
+    monkeypatch.setattr("perdure.backend._WAITING", 1 << 10)
+    place, first = f"file://{tmp_path}/shared", postgres.url(tmp_path / "r0")
+    # Of this, half may wait.
+    room = 120_000
+    with perdure.open(ToyModel(), n_ctx=4096, slots=1, store=first, blocks=[place], cache=room) as runtime:
+        session = runtime.session("long")
+        session.say("Words and words. " * 200, max_tokens=4, temperature=0)
+        tiers = runtime.backend.slot_cache.tiers.lower  # type: ignore[attr-defined]
+        if sleeps:
+            session.sleep()
+        tokens = session.token_count
+    assert all(tier.turned_down for tier in tiers)
+    second = first.replace("%2Fr0", "%2Fr1")
+    with perdure.open(ToyModel(), n_ctx=4096, slots=1, store=second, blocks=[place]) as runtime:
+        tier = runtime.backend.slot_cache.tiers.lower[-1].tier  # type: ignore[attr-defined]
+        tier.refresh()
+        assert tier.nbytes > room / 2
+        reply = runtime.session("long").say("And now here.", max_tokens=4, temperature=0)
+        assert moved(reply) >= tokens - 1, reply.reuse
 
 
 @pytest.mark.soak
@@ -80,41 +110,26 @@ def test_one_to_four_and_back_without_a_failed_request(
 ) -> None:
     """Replicas are added and drained under load, twice: every answer is a 200."""
     monkeypatch.setenv("PERDURE_TEST_DRAIN", "5")
-    outcome, ending = Outcome(), threading.Event()
-    schema = postgres.url(tmp_path / "r0", lease=5)
-    seconds = float(os.environ.get("PERDURE_SOAK_SECONDS", 20))
-    with ExitStack() as held:
-        running = []
-        for number in range(4):
-            url = schema.replace("%2Fr0", f"%2Fr{number}")
-            running.append(Replica(url, free_port(), tmp_path / f"{number}.log", f"file://{tmp_path}/shared"))
-            held.callback(running[-1].kill)
-            running[-1].wait()
-        for each in running[1:]:
-            each.process.send_signal(signal.SIGTERM)
-            assert each.process.wait(60) == 0
-        # A busy machine may take long to answer: one that does is not one that is gone.
-        patient = "inter 500 fall 3 rise 1"
-        proxy = held.enter_context(haproxy(tmp_path, [each.port for each in running], check=patient))
-        time.sleep(1)
-        talkers = [Talker(proxy, f"c{number}", outcome, ending, True) for number in range(16)]
-        for talker in talkers:
-            talker.start()
-        for _ in range(2):
-            for each in running[1:]:
-                each.start()
-                each.wait()
-            ending.wait(seconds / 4)
-            for each in running[1:]:
-                each.process.send_signal(signal.SIGTERM)
-                assert each.process.wait(120) == 0
-            ending.wait(seconds / 4)
-        ending.set()
-        for talker in talkers:
-            talker.join()
-            if talker.failed is not None:
-                raise talker.failed
-    turns = sum(map(len, outcome.acknowledged.values()))
-    print(f"{turns} turns, longest {outcome.longest:.1f} s, {dict(outcome.seen)}")
+    outcome, seconds = Outcome(), soak_seconds(20)
+    with (
+        replicas(postgres.url(tmp_path / "r0", lease=5), tmp_path, 4) as running,
+        haproxy(tmp_path, [each.port for each in running]) as url,
+    ):
+        drain(running[1:])
+        with talking(url, outcome, 16):
+            for _ in range(2):
+                for each in running[1:]:
+                    each.start()
+                    each.wait()
+                time.sleep(seconds / 4)
+                drain(running[1:])
+                time.sleep(seconds / 4)
+        print(outcome)
+        check(url, outcome)
     assert set(outcome.seen) == {"200"}
-    check(outcome)
+
+
+def drain(running: Sequence[Replica]) -> None:
+    for each in running:
+        each.process.send_signal(signal.SIGTERM)
+        assert each.process.wait(120) == 0

@@ -1,13 +1,14 @@
-"""Shared places that restart, stop, are cut off or hang under load: no reply is lost or changed, and they are
-of use again by themselves. PostgreSQL's own faults are in `test_postgres.py`."""
+"""PostgreSQL and shared places that restart, stop, are cut off or hang under load: no acknowledged turn is
+lost or changed, nobody waits for long, and all goes on by itself. PostgreSQL's faults one by one are in
+`test_postgres.py`."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -16,8 +17,17 @@ import pytest
 
 import perdure
 from cluster.proxy import Proxy
-from cluster.servers import PostgresServer, RedisServer, Server, free_port, redis_server
+from cluster.servers import (
+    MotoServer,
+    PostgresServer,
+    RedisServer,
+    Server,
+    postgres_server,
+    redis_server,
+    s3_server,
+)
 from perdure.cache.tiers.places import DirectoryPlace
+from perdure.errors import PerdureError
 from perdure.testing.toy import ToyModel
 
 pytest.importorskip("cryptography", reason="cryptography is not installed: pip install 'perdure[cluster]'")
@@ -25,6 +35,8 @@ pytestmark = pytest.mark.soak
 
 PATIENCE = 10.0
 """Seconds after which a place is given up, as in `shared.py`."""
+TIMEOUT, DOUBT = 4.0, 20.0
+"""Seconds for an answer of PostgreSQL, and for finding out how a transaction ended, as in `database.py`."""
 SETTINGS = {"max_tokens": 6, "temperature": 0}
 
 
@@ -34,30 +46,14 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
         yield server
 
 
-class MotoServer(Server):
-    """S3 in a process of its own; a restart forgets everything."""
-
-    def __init__(self, folder: Path) -> None:
-        pytest.importorskip("moto.server", reason="moto is not installed")
-        port = free_port()
-        super().__init__([sys.executable, "-m", "moto.server", "-p", str(port)], port, folder / "moto.log")
-
-    def start(self) -> None:
-        super().start()
-        import boto3
-
-        boto3.client("s3", endpoint_url=f"http://127.0.0.1:{self.port}").create_bucket(Bucket="blocks")
-
-
 @pytest.fixture
-def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MotoServer]:
-    for name, value in (("ACCESS_KEY_ID", "x"), ("SECRET_ACCESS_KEY", "x"), ("DEFAULT_REGION", "us-east-1")):
-        monkeypatch.setenv(f"AWS_{name}", value)
-    server = MotoServer(tmp_path)
-    try:
+def s3(tmp_path: Path) -> Iterator[MotoServer]:
+    with s3_server(tmp_path) as server:
         yield server
-    finally:
-        server.kill()
+
+
+def message(name: str, turn: int) -> str:
+    return f"Message {turn} of {name}, with some words more."
 
 
 class Load:
@@ -79,6 +75,8 @@ class Load:
         self.ending = threading.Event()
         self.replies: dict[str, list[str]] = {}
         self.longest = 0.0
+        self.errors: Counter[str] = Counter()
+        """Turns that were refused, or whose end was not known; by what was said."""
         self.failed: list[BaseException] = []
         self._threads = [threading.Thread(target=self._talk, args=[number]) for number in range(6)]
 
@@ -97,17 +95,23 @@ class Load:
             for conversation in range(1000):
                 name = f"c{number}-{conversation}"
                 said = self.replies.setdefault(name, [])
-                for turn in range(6):
+                while len(said) < 6:
                     if self.ending.is_set():
                         return
-                    session = self.runtimes[turn % 2].session(name)
                     began = time.monotonic()
-                    reply = session.say(f"Message {turn} of {name}, with some words more.", **SETTINGS)  # type: ignore[arg-type]
+                    reply = self._say(name, len(said))
                     self.longest = max(self.longest, time.monotonic() - began)
-                    assert reply.kept, reply.not_kept
-                    said.append(str(reply.text))
+                    if reply is not None:
+                        said.append(reply)
         except BaseException as error:
             self.failed.append(error)
+
+    def _say(self, name: str, turn: int) -> str | None:
+        """The reply to the next message; None where that was refused."""
+        session = self.runtimes[turn % 2].session(name)
+        reply = session.say(message(name, turn), **SETTINGS)  # type: ignore[arg-type]
+        assert reply.kept, reply.not_kept
+        return str(reply.text)
 
     def check(self) -> None:
         assert not self.failed, self.failed[0]
@@ -115,7 +119,7 @@ class Load:
             for name, replies in self.replies.items():
                 session = plain.session(name)
                 for turn, reply in enumerate(replies):
-                    told = session.say(f"Message {turn} of {name}, with some words more.", **SETTINGS)  # type: ignore[arg-type]
+                    told = session.say(message(name, turn), **SETTINGS)  # type: ignore[arg-type]
                     assert told.text == reply, name
 
     @property
@@ -131,7 +135,43 @@ class Load:
             time.sleep(0.1)
 
 
-def faults(load: Load, server: Server, proxy: Proxy) -> None:
+class LoadOnPostgres(Load):
+    """The same where sessions cannot be read and written at times: whoever gets an error looks what became of
+    the turn, and says it again if it was not kept."""
+
+    def _say(self, name: str, turn: int) -> str | None:
+        runtime = self.runtimes[turn % 2]
+        try:
+            session = runtime.session(name)
+            if session.turns > turn:
+                # The one before was kept, although its answer was an error.
+                assert session.turns == turn + 1, "a turn was kept twice"
+                [last] = session.history(limit=1, after=turn)
+                assert last.reply is not None
+                return str(last.reply.content)
+            assert session.turns == turn, "an acknowledged turn is gone"
+            reply = session.say(message(name, turn), **SETTINGS)  # type: ignore[arg-type]
+            if reply.kept:
+                return str(reply.text)
+            self.errors["not kept"] += 1
+        except PerdureError as error:
+            self.errors[type(error).__name__] += 1
+        self.ending.wait(0.05)
+        return None
+
+    def until_answered(self) -> None:
+        """Until turns are kept again."""
+        before, end = self._kept(), time.monotonic() + 120
+        while self._kept() <= before and not self.failed:
+            assert time.monotonic() < end, f"nothing is kept any more: {self.errors}"
+            time.sleep(0.1)
+
+    def _kept(self) -> int:
+        return sum(map(len, list(self.replies.values())))
+
+
+def faults(going: Callable[[], None], server: Server, proxy: Proxy) -> None:
+    """Every fault of a server, once each; `going` waits until all is well."""
     seconds = float(os.environ.get("PERDURE_SOAK_SECONDS", 12))
     steps: tuple[tuple[Callable[[], None], Callable[[], None]], ...] = (
         (server.restart, lambda: None),
@@ -140,11 +180,32 @@ def faults(load: Load, server: Server, proxy: Proxy) -> None:
         (proxy.cut, lambda: None),
     )
     for begin, end in steps:
-        load.until_written()
+        going()
         begin()
         time.sleep(seconds)
         end()
-    load.until_written()
+    going()
+
+
+def test_postgres_fails_in_every_way_under_load(tmp_path: Path) -> None:
+    with postgres_server() as own, closing(Proxy(own.port)) as proxy, ExitStack() as held:
+        store = own.url(tmp_path / "r0", port=proxy.port, lease=5, timeout=TIMEOUT)
+        load = LoadOnPostgres(store, f"file://{tmp_path}/shared", held)
+        with load:
+            faults(load.until_answered, own, proxy)
+        turns = sum(map(len, load.replies.values()))
+        print(f"{turns} turns, longest {load.longest:.1f} s, {dict(load.errors)}")
+        load.check()
+        for name, replies in load.replies.items():
+            if replies:
+                kept = [
+                    str(turn.reply.content) for turn in load.runtimes[0].session(name).history() if turn.reply
+                ]
+                # The last one may have been kept when its client had an error and the test was over.
+                assert kept[: len(replies)] == replies, name
+                assert len(kept) <= len(replies) + 1, name
+    # A read, a lease and a commit may each be given up, and the commit's end is asked for.
+    assert load.longest < 3 * TIMEOUT + DOUBT
 
 
 def test_redis_fails_in_every_way_under_load(
@@ -156,14 +217,14 @@ def test_redis_fails_in_every_way_under_load(
 
 def test_s3_fails_in_every_way_under_load(postgres: PostgresServer, s3: MotoServer, tmp_path: Path) -> None:
     with closing(Proxy(s3.port)) as proxy:
-        _run(postgres, tmp_path, f"s3://blocks/x?endpoint=http://127.0.0.1:{proxy.port}", s3, proxy)
+        _run(postgres, tmp_path, s3.url(proxy.port), s3, proxy)
 
 
 def _run(postgres: PostgresServer, folder: Path, place: str, server: Server, proxy: Proxy) -> None:
     with ExitStack() as held:
         load = Load(postgres.url(folder / "r0"), place, held)
         with load:
-            faults(load, server, proxy)
+            faults(load.until_written, server, proxy)
         _report(load)
 
 

@@ -99,6 +99,21 @@ def test_what_changes_while_it_is_copied_is_copied_again(places: tuple[Path, Pat
     assert verify(target, quiet).sound
 
 
+def test_what_is_deleted_at_last_while_it_is_copied_is_deleted_there(places: tuple[Path, Path]) -> None:
+    """Also if nothing else changes, so that there is nothing more to bring."""
+    source, target = places
+    with closing(open_store(source)) as first, closing(open_store(target)) as second:
+        filled(first)
+        created(first, "to be deleted", 1)
+
+        def change(done: int, total: int) -> None:
+            if done == total:
+                first.delete(first.find("a", "to be deleted"))
+
+        assert migrate(source, target, change).whole
+        assert content(second) == content(first)
+
+
 def test_a_run_that_was_interrupted_goes_on(
     places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

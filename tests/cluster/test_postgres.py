@@ -286,13 +286,15 @@ def test_a_store_for_reading_changes_nothing(postgres: PostgresServer, tmp_path:
 
 
 def test_a_folder_stands_for_a_database_and_has_no_password_in_it(tmp_path: Path) -> None:
-    folder = store_folder(f"postgresql://alice:secret@db:5433/chats?folder={tmp_path}/a&lease=30")
+    folder = store_folder(
+        f"postgresql://alice:secret@db:5433/chats?folder={tmp_path}/a&lease=30&sslpassword=secret"
+    )
     assert folder == tmp_path / "a"
     assert has_sessions(folder)
     place = place_in(folder)
     assert place is not None
     assert (place.schema, place.lease) == ("perdure", 30.0)
-    assert place.conninfo == "postgresql://alice:secret@db:5433/chats"
+    assert place.conninfo == "postgresql://alice:secret@db:5433/chats?sslpassword=secret"
     for file in folder.iterdir():
         assert "secret" not in file.read_text()
     assert "secret" not in place.shown

@@ -251,6 +251,41 @@ def test_a_place_that_fails_is_left_alone_for_a_while_and_comes_back(
     assert tier.lookup(blocks[0].id) is not None
 
 
+def test_what_was_written_when_a_place_failed_is_known_to_others_in_the_end(
+    machine: Callable[..., SharedTier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fails between two blocks, or between blocks and their list: they are there, and are listed when it
+    is well again, by whoever writes or looks next."""
+    monkeypatch.setattr(shared, "_REST", 0.0)
+    first, second = machine(), machine()
+    blocks, more = chain(range(1, 40)), chain(range(101, 140))
+
+    def fails_at(writes: int) -> Callable[[str, bytes], None]:
+        put, left = first.place.put, iter(range(writes))
+
+        def failing(name: str, data: bytes) -> None:
+            if next(left, None) is None:
+                raise OSError("no route to host")
+            put(name, data)
+
+        return failing
+
+    for chained, writes in ((blocks, 3), (more, len(more))):
+        with monkeypatch.context() as patch:
+            patch.setattr(first.place, "put", fails_at(writes))
+            with pytest.raises(StoreError):
+                first.store(chained)
+    second.refresh()
+    assert len(second) == 0
+    first.refresh()
+    second.refresh()
+    assert len(second) == 3 + len(more)
+    first.store(blocks)
+    second.refresh()
+    assert all(same(second.load(each.id), each) for each in (*blocks, *more))
+    assert all(second.lookup(each.id) is not None for each in (*blocks, *more))
+
+
 def test_redis_keeps_to_its_bytes_over_all_machines(redis: RedisServer) -> None:
     """The bound is the server's, counted in one step, whoever writes."""
     with closing(RedisPlace(redis.url, size=10_000)) as first:
@@ -268,6 +303,28 @@ def test_redis_keeps_to_its_bytes_over_all_machines(redis: RedisServer) -> None:
             assert first.nbytes == 8991
             with pytest.raises(StoreError, match="does not fit"):
                 first.put("a" * 64, b"x" * 10_001)
+
+
+def test_redis_counts_what_two_machines_delete_at_once_a_single_time(redis: RedisServer) -> None:
+    """Both make room by the same object: what is counted twice lets the server grow past its bound."""
+    names = [f"{number:064x}" for number in range(300)]
+    with closing(RedisPlace(redis.url, size=1 << 20)) as place:
+        place._redis.flushall()
+        for name in names:
+            place.put(name, b"x" * 100)
+        both = threading.Barrier(4)
+
+        def delete() -> None:
+            both.wait()
+            for name in names:
+                place.delete([name])
+
+        threads = [threading.Thread(target=delete) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert place.nbytes == 0
 
 
 def test_redis_that_is_cut_off_or_stopped_costs_a_computation_and_no_reply(

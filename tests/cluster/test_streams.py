@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 import perdure
+from cluster.harness import Replica
 from cluster.servers import PostgresServer, free_port
-from cluster.test_haproxy import Replica
 from perdure.testing.toy import ToyModel
 from server.live_server import live_server
 

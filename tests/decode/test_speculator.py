@@ -131,7 +131,7 @@ class World:
                 while right < len(chunk.draft) and chunk.draft[right] == RIGHT:
                     right += 1
                 chunk.sequence.tokens.extend([RIGHT] * (right + 1))
-                chunk.settle()
+                chunk.count_agreed()
                 if chunk.sequence.written >= tokens and chunk.sequence not in ended:
                     ended[chunk.sequence] = (chunk.sequence.written - 1) * self._cost(streams) / seconds
             self._speculator.observe(step, took)

@@ -144,7 +144,7 @@ def test_the_checker_notices_forks_that_are_one(name: str, find_subject: Find, m
 def test_the_checker_notices_a_copy_that_is_put_off(
     name: str, find_subject: Find, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(LlamaCore, "_settle", lambda self, src, dst: None)
+    monkeypatch.setattr(LlamaCore, "_flush_copy", lambda self, src, dst: None)
     found_in(find_subject(name), "warm is not cold")
 
 

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from chat.test_settling import THOUGHT, template
+from chat.test_side_requests import TITLES
 from decode.observed import toy
 from inside import due_in_quiet, inside
 from perdure import Runtime
@@ -21,7 +22,7 @@ from perdure.cli.output.words import quoted
 from perdure.server.core.settings import ReplyDefaults
 from perdure.server.protocols.conversation_names import conversation_of
 from server.live_server import LiveServer, live_server, opened
-from server.scripted import steer
+from server.scripted import scripted, steer
 
 SYSTEM = "You are an agent. Be brief."
 CLAUDE = {"x-claude-code-session-id": "11-22"}
@@ -229,6 +230,66 @@ def test_a_conversation_may_begin_with_several_messages_to_the_system(server: Li
             said.append({"role": "user", "content": text})
             codex(client, said)
         assert sessions(client) == {"codex:t1": 2}
+
+
+@pytest.mark.parametrize("client", TITLES)
+def test_a_title_is_no_turn_of_the_conversation_that_it_is_asked_under(
+    client: str, server: LiveServer
+) -> None:
+    """As opencode's, which comes first and has the name of the conversation."""
+    headers = {"x-session-affinity": "ses-1"}
+    title = [{"role": role, "content": text} for role, text in TITLES[client]]
+    agent = Agent(server, headers)
+    with server.client() as http:
+        for count in (1, 2):
+            asked = {"messages": title, "max_tokens": 4}
+            answer = http.post("/v1/chat/completions", json=asked, headers=headers).raise_for_status()
+            assert "x-perdure-session" not in answer.headers
+            agent.say(f"Number {count}.")
+            assert sessions(http) == {"opencode:ses-1": count}
+
+
+READ = '<tool_call>\n{"name": "read", "arguments": {"path": "a.txt"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("change", ["a result pruned", "a result cut short", "a text trimmed"])
+def test_what_a_client_prunes_or_trims_grows_a_branch_there(change: str, tmp_path: Path) -> None:
+    """A2: what stands before it is not read again, and both lines go on."""
+    parameters = {"type": "object", "properties": {"path": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "read", "parameters": parameters}}]
+    said: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM * 8}]
+
+    def say(client: httpx.Client, *messages: dict[str, Any]) -> dict[str, Any]:
+        said.extend(messages)
+        asked = {"messages": said, "tools": tools, "max_tokens": 200}
+        answer = client.post("/v1/chat/completions", json=asked, headers={"x-session-affinity": "ses-1"})
+        message = answer.raise_for_status().json()["choices"][0]["message"]
+        said.append({name: value for name, value in message.items() if value})
+        (request, *_) = client.get("/v1/requests").json()["data"]
+        found: dict[str, Any] = request
+        return found
+
+    with (
+        scripted(READ, "It has three long lines.", "So it is.", store=tmp_path, n_ctx=4096) as server,
+        server.client() as client,
+    ):
+        say(client, {"role": "user", "content": "Read a.txt."})
+        [call] = said[-1]["tool_calls"]
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "first line\nsecond line\nthird"}
+        say(client, result)
+        before = say(client, {"role": "user", "content": "Which is the second?"})
+        assert sessions(client) == {"opencode:ses-1": 3}
+        whole = list(said)
+        at = 3 if "result" in change else 4
+        content = {"a result pruned": "[cleared]", "a result cut short": "first line"}.get(change, "It has")
+        said[at] = {**said[at], "content": content}
+        branch = say(client, {"role": "user", "content": "And the third?"})
+        assert sessions(client) == {"opencode:ses-1": 3, "opencode:ses-1~2": 2}
+        kept = branch["usage"]["prompt_tokens"] - branch["reuse"]["computed"]
+        assert kept > 0.6 * before["usage"]["prompt_tokens"], "a branch, and no new beginning"
+        said[:] = whole
+        say(client, {"role": "user", "content": "Go on with the first line."})
+        assert sessions(client)["opencode:ses-1"] == 4
 
 
 def killed(store: Path, copy: Path) -> None:

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 import perdure
+from perdure.server.core.app_state import Drain
 from perdure.server.core.keys import Key, Keys, new_key
 from perdure.testing.toy import ToyModel
 from server.live_server import LiveServer, live_server
@@ -92,9 +93,44 @@ def test_a_server_that_drains_answers_and_says_so(server: LiveServer) -> None:
             pass
         told = client.get("/ready")
         assert (told.status_code, told.json()["error"]["code"]) == (503, "draining")
+        # HAProxy takes a 404 for one that finishes what it has.
+        assert client.get("/ready", params={"draining": "404"}).status_code == 404
         assert client.get("/health").status_code == 200
         # A connection that is new, too.
         again = httpx.post(f"{server.url}/v1/chat/completions", json=ASK, trust_env=False)
         assert again.status_code == 200
         assert client.get("/v1/where", params={"prompt": "x"}).json()["draining"] is True
     server.http_server.stop(now=True)
+
+
+def test_a_drain_lasts_until_whoever_asks_was_told_as_often_as_before() -> None:
+    now = 100.0
+    drain = Drain(lambda: now)
+    for _ in range(3):
+        drain.asked()
+    now = 104.0
+    for _ in range(2):
+        drain.asked()
+    drain.begin(5.0)
+    assert not drain.is_over(5.0)
+    now += 5.0
+    # A busy server was slow to answer: those who wait for it do not know.
+    for _ in range(5):
+        assert not drain.is_over(5.0)
+        drain.asked()
+    assert drain.is_over(5.0)
+
+
+def test_a_drain_is_as_long_as_it_was_told_where_nobody_asks_and_twice_that_at_most() -> None:
+    now = 100.0
+    drain, asked = Drain(lambda: now), Drain(lambda: now)
+    asked.asked()
+    for each in (drain, asked):
+        each.begin(5.0)
+        assert not each.is_over(5.0)
+    now += 5.0
+    assert drain.is_over(5.0)
+    assert not asked.is_over(5.0)
+    now += 5.0
+    assert asked.is_over(5.0)
+    assert Drain(lambda: now).is_over(5.0) is False

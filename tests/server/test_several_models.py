@@ -98,7 +98,7 @@ def test_models_that_come_go_and_die_disturb_no_request_to_another(
         live_server(rt) as server,
         under_load(server, wanted) as load,
     ):
-        for number in range(6):
+        for number in range(4):
             store = tmp_path / str(dice.randrange(2))
             with (
                 opened(zoo_path(dice.choice(OTHERS)), store=store, **SETTINGS, isolated=isolated) as other,
@@ -158,7 +158,7 @@ def test_a_store_changes_its_model_at_random_under_load_and_no_conversation_lose
     names = ["one", "two"]
     acknowledged: dict[str, list[str]] = {name: [] for name in names}
     dice = random.Random(5)
-    models = ["llama", "gemma3", "llama", "gemma3", "llama"]
+    models = ["llama", "gemma3", "llama"]
     for model in models:
         with (
             opened(zoo_path(model), store=store, isolated=SWIFT, **SETTINGS) as rt,

@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import perdure
+from chat.test_difference import CAUSES, TEMPLATE, Conversation
 from decode.observed import open_toy
+from perdure.chat.message import Message
 from perdure.cli.app import app
+from perdure.server.core.keys import Keys, new_key
 from server.live_server import LiveServer, live_server
 
 SYSTEM = "You are an agent.\nThe branch is {branch}.\nBe brief."
@@ -82,3 +86,50 @@ def test_text_of_a_conversation_cannot_steer_the_terminal(server: LiveServer) ->
     shown = CliRunner().invoke(app, ["why", "--url", server.url])
     assert "\x1b[31mtwo" not in shown.stdout
     assert "two" in shown.stdout
+
+
+@pytest.fixture(scope="module")
+def keyed() -> Iterator[tuple[LiveServer, dict[str, str]]]:
+    """A server on which every planted cause has a key, and so a past, of its own."""
+    made = {name: new_key(f"n{number}") for number, name in enumerate(CAUSES)}
+    with (
+        open_toy(n_ctx=4096, slots=2, template=perdure.Template(TEMPLATE)) as rt,
+        live_server(rt, keys=Keys([key for _, key in made.values()])) as server,
+    ):
+        yield server, {name: secret for name, (secret, _) in made.items()}
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_the_command_names_the_cause_of_a_request(
+    name: str, keyed: tuple[LiveServer, dict[str, str]]
+) -> None:
+    """A5: thirty planted causes, sent over HTTP and asked for by the request's number."""
+    server, secrets = keyed
+    plant, cause, place = CAUSES[name]
+
+    def send(each: Conversation) -> Any:
+        settings = {"date": "2026-11-17", **each.settings}
+        body = {
+            "messages": [message.to_dict() for message in each.messages],
+            "tools": each.tools or None,
+            "max_tokens": 4,
+            "seed": 1,
+            "chat_template_kwargs": settings.get("chat_template_kwargs"),
+            "perdure": {"date": settings["date"], "stable_prefix": False},
+        }
+        with server.client(secrets[name]) as client:
+            answer = client.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            (latest, *_) = client.get("/v1/requests?limit=1").json()["data"]
+        return latest["number"], answer.json()["choices"][0]["message"]["content"]
+
+    _, text = send(Conversation())
+    again = Conversation()
+    plant(again)
+    again.messages += [Message(role="assistant", content=text), Message(role="user", content="And more?")]
+    number, _ = send(again)
+    options = ["why", str(number), "--url", server.url, "--key", secrets[name]]
+    found = json.loads(CliRunner().invoke(app, [*options, "--json"]).stdout)
+    assert (found["miss"]["cause"], found["miss"]["why"]) == (cause, place)
+    shown = CliRunner().invoke(app, options).stdout
+    assert place in " ".join(shown.split())

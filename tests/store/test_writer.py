@@ -146,6 +146,29 @@ def test_over_the_limit_offers_are_turned_down_with_all_that_follow_them(tmp_pat
         assert disk.batches[-1] == [each.id for each in blocks[3:6]]
 
 
+def test_what_was_turned_down_is_made_up_for_piece_by_piece(tmp_path: Path) -> None:
+    blocks = chain(list(range(40)))
+    with behind(DiskTier(tmp_path, budget=PLENTY), limit=4 * blocks[0].nbytes) as writer:
+        writer.store(blocks)
+        assert writer.turned_down
+        writer.make_up(blocks)
+        assert all(isinstance(writer.lookup(each.id), BlockMeta) for each in blocks)
+
+
+def test_a_tier_that_fails_is_not_waited_for_to_make_up(tmp_path: Path) -> None:
+    blocks = chain(list(range(40)))
+    disk = Failing(tmp_path, StoreError("no"))
+    with behind(disk, limit=4 * blocks[0].nbytes) as writer:
+        writer.store(blocks)
+        writer.make_up(blocks)
+        assert writer.error is not None
+        disk.error = None
+        writer.store(blocks[:1])
+        writer.flush()
+        writer.make_up(blocks)
+        assert all(isinstance(writer.lookup(each.id), BlockMeta) for each in blocks)
+
+
 def test_what_is_there_already_is_not_written_again(tmp_path: Path) -> None:
     blocks = chain(list(range(12)))
     disk = Gated(tmp_path)

@@ -50,7 +50,7 @@ hello world, this is the text of the thing that is being learned and it has all 
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class TokenTable:
     """Byte tokens first, in byte order, then one token a merge in merge order, then the controls."""
 
     tokens: tuple[str, ...]
@@ -71,7 +71,7 @@ def byte_letters() -> tuple[str, ...]:
 
 
 @cache
-def vocabulary() -> Vocabulary:
+def vocabulary() -> TokenTable:
     letters = byte_letters()
     words = Counter(
         tuple(letters[byte] for byte in word.encode()) for word in re.findall(r" ?[a-z]+", CORPUS)
@@ -89,7 +89,7 @@ def vocabulary() -> Vocabulary:
         for word, count in words.items():
             joined[_join(word, best)] += count
         words = joined
-    return Vocabulary(
+    return TokenTable(
         tokens=(*letters, *(left + right for left, right in merges)),
         merges=tuple(f"{left} {right}" for left, right in merges),
     )

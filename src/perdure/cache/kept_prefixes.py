@@ -58,7 +58,7 @@ def check_labels(labels: frozenset[str]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _HeldPrefix:
     """The blocks of one prefix."""
 
     number: int
@@ -70,7 +70,7 @@ class _Held:
 class _Space:
     """The held prefixes of one namespace by their keys, in the order in which they were last asked for."""
 
-    prefixes: dict[bytes, _Held] = field(default_factory=dict)
+    prefixes: dict[bytes, _HeldPrefix] = field(default_factory=dict)
     counts: dict[bytes, int] = field(default_factory=dict)
     """How many of them hold a name."""
     sizes: dict[bytes, int] = field(default_factory=dict)
@@ -167,7 +167,7 @@ class HeldBlocks:
                 self._held[name] = self._held.get(name, 0) + 1
             space.counts[name] = space.counts.get(name, 0) + 1
             self._resize(space, name, size)
-        prefix = space.prefixes[key] = _Held(next(self._numbers), frozenset(sizes))
+        prefix = space.prefixes[key] = _HeldPrefix(next(self._numbers), frozenset(sizes))
         self._count += 1
         heapq.heappush(self._ends, (ends, prefix.number, namespace, key))
         if len(self._ends) > 64 + 4 * self._count:

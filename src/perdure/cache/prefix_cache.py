@@ -271,6 +271,10 @@ class PrefixCache:
         self._call(lambda: self._slots.swap_out(ids, namespace, chosen))
         if self._tiers.lower:
             self._tiers.flush()
+            # A long one is more than may wait to be written at once.
+            held: list[Block] = self._call(lambda: self._slots.held(ids, namespace, chosen))
+            for tier in self._tiers.lower:
+                tier.make_up(held)
             self._call(lambda: self._slots.drop_stored(ids, namespace, chosen))
         if (events := self._slots.events).on:
             events.emit(Slept, "", len(ids), namespace, time.monotonic() - began)

@@ -27,7 +27,7 @@ _LIMIT = 4 << 20
 _LONGEST = 4096
 """Characters of a marked stretch. What is longer is content."""
 _LEADING = ("system", "developer")
-_Found: TypeAlias = "list[tuple[int, int]]"
+_Spans: TypeAlias = "list[tuple[int, int]]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,22 +39,22 @@ class Rule:
     """Who sends it."""
     reason: str
     """Why its place does not matter."""
-    find: Callable[[str], _Found]
+    find: Callable[[str], _Spans]
     """Where it is in a text: stretches from and up to a character, in their order."""
     in_messages: bool = False
     """Whether it is looked for in messages behind the system prompt, and not in that."""
 
 
-def _lines(pattern: str) -> Callable[[str], _Found]:
+def _lines(pattern: str) -> Callable[[str], _Spans]:
     compiled = re.compile(rf"^[ \t]*(?:[-*] )?(?:{pattern})[^\n]{{0,200}}(?:\n|\Z)", re.MULTILINE)
     return lambda text: [found.span() for found in compiled.finditer(text)]
 
 
-def _tagged(name: str) -> Callable[[str], _Found]:
+def _tagged(name: str) -> Callable[[str], _Spans]:
     opening, closing = f"<{name}>", f"</{name}>"
 
-    def find(text: str) -> _Found:
-        found: _Found = []
+    def find(text: str) -> _Spans:
+        found: _Spans = []
         at = text.find(opening)
         while at >= 0:
             end = text.find(closing, at, at + _LONGEST)
@@ -70,7 +70,7 @@ def _tagged(name: str) -> Callable[[str], _Found]:
     return find
 
 
-def _whole(pattern: str) -> Callable[[str], _Found]:
+def _whole(pattern: str) -> Callable[[str], _Spans]:
     compiled = re.compile(pattern)
     return lambda text: [(0, len(text))] if len(text) < _LONGEST and compiled.match(text) else []
 

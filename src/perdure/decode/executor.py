@@ -261,7 +261,7 @@ class Executor:
     def _go_back(self, chunk: Chunk) -> None:
         """Drop what a draft has left in the cache beyond the tokens that were drawn."""
         sequence, seq = chunk.sequence, chunk.sequence.seq
-        guesses, agreed = len(chunk.draft), chunk.settle()
+        guesses, agreed = len(chunk.draft), chunk.count_agreed()
         sequence.drafted += guesses
         sequence.accepted += agreed
         sequence.cached = chunk.start + chunk.count + agreed

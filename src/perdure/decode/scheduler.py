@@ -82,7 +82,7 @@ class Chunk:
             self.agreed += 1
         return ahead
 
-    def settle(self) -> int:
+    def count_agreed(self) -> int:
         """Compare the whole draft with what was drawn: how many of its tokens are the sequence's."""
         tokens, end = self.sequence.tokens, self.start + self.count
         most = min(len(self.draft), len(tokens) - end)

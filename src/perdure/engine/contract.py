@@ -6,7 +6,7 @@ import enum
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NewType, Protocol, TypeAlias, TypedDict, runtime_checkable
+from typing import Literal, Protocol, TypeAlias, TypedDict, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,11 +15,8 @@ from perdure.checks import is_integer
 from perdure.errors import InvalidInputError, TokenError
 from perdure.memory import MemorySpec
 
-TokenId = NewType("TokenId", int)
-SeqId = NewType("SeqId", int)
-
 Floats: TypeAlias = NDArray[np.float32]
-Tokens: TypeAlias = "Sequence[int] | Sequence[TokenId] | NDArray[np.integer]"
+Tokens: TypeAlias = "Sequence[int] | NDArray[np.integer]"
 Rows: TypeAlias = "Literal['last', 'all', 'none'] | Sequence[int]"
 
 
@@ -152,8 +149,10 @@ class Core(Protocol):
         """The state of `seq` in its parts."""
         ...
 
-    def assemble(self, seq: int, pieces: Sequence[NDArray[np.uint8]], rest: NDArray[np.uint8] | None) -> bool:
-        """Replace the state of `seq` by rows and a rest that were captured. False as for `write`."""
+    def assemble(
+        self, seq: int, pieces: Sequence[NDArray[np.uint8]], tail_state: NDArray[np.uint8] | None
+    ) -> bool:
+        """Replace the state of `seq` by rows and a tail state that were captured. False as for `write`."""
         ...
 
     def row_bytes(self, seq: int) -> int | None:

@@ -115,7 +115,7 @@ def install_folder(source: Path) -> Installed:
                 files=digests,
                 folder=engines / name,
             )
-            _settle(folder, entry)
+            _publish(folder, entry)
         return entry
 
 
@@ -184,7 +184,7 @@ def _install_archives(archives: Mapping[Package, Path], package: Package, engine
             files=digests,
             folder=engines / package.folder,
         )
-        _settle(folder, entry)
+        _publish(folder, entry)
     return entry
 
 
@@ -231,7 +231,7 @@ def _locked() -> Iterator[Path]:
 
 @contextmanager
 def _new_folder(engines: Path) -> Iterator[Path]:
-    """A folder to fill; unless `_settle` gives it a name, it is gone."""
+    """A folder to fill; unless `_publish` gives it a name, it is gone."""
     folder = Path(tempfile.mkdtemp(dir=engines, prefix=_UNFINISHED))
     try:
         yield folder
@@ -239,7 +239,7 @@ def _new_folder(engines: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _settle(folder: Path, entry: Installed) -> None:
+def _publish(folder: Path, entry: Installed) -> None:
     """Give a folder that is complete its name, in the place of what had it."""
     _write_manifest(folder, entry)
     folder.chmod(0o755)

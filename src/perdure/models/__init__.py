@@ -17,7 +17,7 @@ local_models  the models of this machine, also those from an address on the web
 from perdure.models.card import Card, TypeShare, card_of, read_card, read_parts
 from perdure.models.download import Progress
 from perdure.models.header import Header, Strings, Tensor, read_header
-from perdure.models.local_models import Entry, entries, is_here, path, pull, remove
+from perdure.models.local_models import LocalModel, entries, is_here, path, pull, remove
 from perdure.models.registry import (
     FileSource,
     HubSource,
@@ -30,10 +30,10 @@ from perdure.models.registry import (
 
 __all__ = [
     "Card",
-    "Entry",
     "FileSource",
     "Header",
     "HubSource",
+    "LocalModel",
     "Progress",
     "Source",
     "Strings",

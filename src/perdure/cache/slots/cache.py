@@ -538,6 +538,11 @@ class SlotCache:
             if not slot.busy and not slot.use.side and slot.use.key == (namespace, conversation):
                 self._swapper.store(slot)
 
+    def held(self, tokens: Ids, namespace: str, adapters: AdapterSet | None = None) -> list[Block]:
+        """The blocks in memory that hold a beginning of `tokens`."""
+        found = self.blocks.lookup(tokens, namespace, adapters).blocks
+        return [block for block in found if isinstance(block, Block)]
+
     def _kept_changed(self, prefix: KeptPrefix, listed: bool) -> None:
         """A warmed prefix is listed, or is not any more."""
         names = list(chain(BlockId(prefix.root), prefix.ids, self._block_size))
@@ -549,12 +554,14 @@ class SlotCache:
 
     def store_all(self) -> None:
         """Put what every idle sequence holds into the lower tiers: who was used last comes last, and where
-        room is short, those before make way."""
+        room is short, those before make way. Then what is in memory and was turned down before."""
         for slot in sorted(self.table.all, key=lambda slot: self.table.used[slot.seq]):
             if not slot.busy:
                 self._swapper.store(slot)
                 for tier in self.tiers.lower:
                     tier.flush()
+        for tier in self.tiers.lower:
+            tier.make_up(self.tier.blocks())
 
     def clear(self) -> None:
         """Drop everything."""

@@ -94,6 +94,10 @@ class MemoryTier:
                 if (block := self._sound(name)) is not None:
                     yield block
 
+    def blocks(self) -> Iterator[Block]:
+        """All of them, parents before children."""
+        return (block for name in list(self._nodes) if (block := self._sound(name)) is not None)
+
     def covers(self, parent: BlockId, tokens: NDArray[np.int32]) -> bool:
         """Whether the state of `tokens` after `parent` can be cut from a longer block."""
         for sibling in continuations(self, parent, tokens):

@@ -145,7 +145,7 @@ class RedisPlace(Place):
     """A Redis server, within `size` bytes over all machines: the objects written longest ago go first."""
 
     name = "redis"
-    _BYTES, _WRITTEN, _SIZES = "perdure:bytes", "perdure:written", "perdure:sizes"
+    _BYTES, _WRITTEN, _SIZES = _KEYS = ("perdure:bytes", "perdure:written", "perdure:sizes")
 
     def __init__(self, url: str, *, size: int) -> None:
         import redis
@@ -176,10 +176,23 @@ class RedisPlace(Place):
             return 1
             """
         )
+        # Two machines may make room at the same moment, by the same object: it is counted once.
+        self._delete: Any = self._redis.register_script(
+            """
+            for _, name in ipairs(ARGV) do
+                local size = redis.call('HGET', KEYS[3], name)
+                if size then
+                    redis.call('DEL', 'perdure:o:' .. name)
+                    redis.call('ZREM', KEYS[2], name)
+                    redis.call('HDEL', KEYS[3], name)
+                    redis.call('DECRBY', KEYS[1], size)
+                end
+            end
+            """
+        )
 
     def put(self, name: str, data: bytes) -> None:
-        keys = [self._BYTES, self._WRITTEN, self._SIZES]
-        if not self._put(keys=keys, args=[name, data, time.time(), self._size]):
+        if not self._put(keys=self._KEYS, args=[name, data, time.time(), self._size]):
             raise StoreError(f"an object of {len(data)} bytes does not fit into {self._size}")
 
     def get(self, name: str) -> bytes | None:
@@ -187,12 +200,8 @@ class RedisPlace(Place):
         return None if found is None else bytes(found)
 
     def delete(self, names: Sequence[str]) -> None:
-        for name in names:
-            size = int(self._redis.hget(self._SIZES, name) or 0)
-            with self._redis.pipeline() as changes:
-                changes.delete(f"perdure:o:{name}").zrem(self._WRITTEN, name).hdel(self._SIZES, name)
-                changes.decrby(self._BYTES, size)
-                changes.execute()
+        for at in range(0, len(names), 1000):
+            self._delete(keys=self._KEYS, args=list(names[at : at + 1000]))
 
     def names(self, prefix: str) -> Iterator[str]:
         for name, _ in self._redis.zscan_iter(self._WRITTEN, match=f"{prefix}*", count=1000):

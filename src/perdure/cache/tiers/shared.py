@@ -108,6 +108,8 @@ class SharedTier(BlockTier):
         self._changing = threading.RLock()
         self._lists: set[str] = set()
         """Those that were read."""
+        self._unlisted: dict[BlockId, bytes] = {}
+        """Lines of blocks that are in the place, and in no list yet: nobody else knows of them."""
         self._failed_at: float | None = None
         self.loaded = self.missed = self.stored = self.refused = 0
         """Counters: blocks read, not found, written; calls that were not made while it rests."""
@@ -167,15 +169,27 @@ class SharedTier(BlockTier):
             self.stored += 1
             with self._changing, self._table.writing():
                 self._table.add(block, block.file_size)
+                self._unlisted[block.id] = _line(block, block.file_size)
             kept.append((block, 0))
-        new = [block for block, before in kept if not before]
-        if new:
-            # After the state: whoever reads the list finds what it names.
-            name = f"{self._prefix}{secrets.token_hex(8)}"
-            sealed = self._seal.close(name, b"".join(_line(block, block.file_size) for block in new))
-            self._asked(lambda: self.place.put(name, sealed))
-            self._lists.add(name)
+        # After the state: whoever reads the list finds what it names.
+        self._write_list()
         return len(kept)
+
+    def _write_list(self) -> None:
+        """Tell others what is there, also what they could not be told before because the place failed."""
+        with self._changing:
+            lines = dict(self._unlisted)
+        if not lines:
+            return
+        name = f"{self._prefix}{secrets.token_hex(8)}"
+        sealed = self._seal.close(name, b"".join(lines.values()))
+        self._asked(lambda: self.place.put(name, sealed))
+        with self._changing:
+            self._lists.add(name)
+            for block, line in lines.items():
+                # One that gained a tail state meanwhile is to be listed again.
+                if self._unlisted.get(block) is line:
+                    del self._unlisted[block]
 
     def drop(self, blocks: Iterable[BlockId], prefixes: Iterable[KeptPrefix] = ()) -> None:
         left, names = list(blocks), list[BlockId]()
@@ -191,6 +205,7 @@ class SharedTier(BlockTier):
         with self._changing, self._table.writing():
             for block in blocks:
                 self._table.remove(block)
+                self._unlisted.pop(block, None)
 
     def clear(self) -> None:
         with self._changing:
@@ -208,6 +223,7 @@ class SharedTier(BlockTier):
 
     def refresh(self) -> None:
         """Read the lists of others that were not read yet, and merge them where there are many."""
+        self._write_list()
         names = set(self._asked(lambda: set(self.place.names(self._prefix))))
         for name in sorted(names - self._lists):
             plain = self._list(name)
@@ -287,6 +303,7 @@ class SharedTier(BlockTier):
         with self._changing, self._table.writing():
             for block in blocks:
                 self._table.remove(block)
+                self._unlisted.pop(block, None)
 
     def _rests(self) -> bool:
         return self._failed_at is not None and time.monotonic() - self._failed_at < _REST

@@ -38,6 +38,8 @@ class WriteBehind:
         self.error: Exception | None = None
         """What went wrong last, if nothing has been written since."""
         self._limit = limit
+        self._lacks = False
+        """Whether blocks were turned down, or could not be written, since `make_up`."""
         self._changed = threading.Condition()
         self._pending: dict[BlockId, Block] = {}
         self._children: dict[BlockId, ChildIndex] = {}
@@ -133,11 +135,33 @@ class WriteBehind:
                 if self._bytes + more > self._limit or self._closing:
                     # What follows it would be of no use without it.
                     self.turned_down += 1
+                    self._lacks = True
                     break
                 self._pending[block.id] = block
                 self._children.setdefault(block.parent, ChildIndex()).add(key_of(block.tokens), block.id)
                 self._bytes += more
             self._changed.notify_all()
+
+    def make_up(self, blocks: Iterable[Block]) -> None:
+        """Write those of these that were turned down or could not be written before, parents before children,
+        as many at a time as may wait. It waits for them; a tier that fails is left alone."""
+        if not self._lacks or self.error is not None:
+            return
+        self._lacks = False
+        group, size = list[Block](), 0
+        for block in blocks:
+            if group and size + block.nbytes > self._limit // 2:
+                self._write(group)
+                group, size = [], 0
+            group.append(block)
+            size += block.nbytes
+        self._write(group)
+
+    def _write(self, blocks: Sequence[Block]) -> None:
+        if self.error is None:
+            self.flush()
+            self.store(blocks)
+            self.flush()
 
     def drop(self, blocks: Iterable[BlockId], prefixes: Iterable[KeptPrefix] = ()) -> None:
         """Forget blocks with all that follow them, and kept prefixes; raise where that cannot be done."""
@@ -255,6 +279,7 @@ class WriteBehind:
                 # The state is still in memory, and the tokens with whoever asked: nothing is lost but time.
                 # Whatever it was, nobody may be left waiting for a thread that is gone.
                 self._failed("blocks could not be kept", error)
+                self._lacks = True
             with self._changed:
                 self._batches += 1
                 self._damaged -= damaged

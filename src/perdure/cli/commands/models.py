@@ -18,7 +18,7 @@ from perdure.cli.output.facts import print_json
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from perdure.models import Card, Entry
+    from perdure.models import Card, LocalModel
     from perdure.models.adapter_file import AdapterFile
     from perdure.models.header import Value
 
@@ -444,7 +444,7 @@ def _size(place: Path) -> int:
     return sum(seen.values())
 
 
-def _plain(entry: Entry) -> dict[str, object]:
+def _plain(entry: LocalModel) -> dict[str, object]:
     return {
         "name": entry.name,
         "aliases": list(entry.aliases),
@@ -470,7 +470,7 @@ def _catalogue_table(rows: list[dict[str, Any]]) -> None:
     write_columns(shown, right=frozenset({3, 4, 5}))
 
 
-def _table(entries: list[Entry]) -> None:
+def _table(entries: list[LocalModel]) -> None:
     from rich.filesize import decimal
 
     from perdure.cli.output.terminal import write_columns

@@ -132,10 +132,10 @@ class StateCalls(GuardedCore):
         self,
         tokens: Tokens,
         pieces: Sequence[NDArray[np.uint8]],
-        rest: NDArray[np.uint8] | None,
+        tail_state: NDArray[np.uint8] | None,
         seq: int = 0,
     ) -> None:
-        """Replace `seq` by `tokens`, whose state is these rows and this rest, captured here before.
+        """Replace `seq` by `tokens`, whose state is these rows and this tail state, captured here before.
 
         Nothing of them is verified: that is for whoever kept them.
         """
@@ -156,7 +156,7 @@ class StateCalls(GuardedCore):
             with Undoing(self, {seq: EMPTY}):
                 self._core.remove(seq, 0)
                 self._ledger.cut(seq, 0)
-                if not self._core.assemble(seq, pieces, rest):
+                if not self._core.assemble(seq, pieces, tail_state):
                     raise EngineError(f"the engine refused rows that it gave; sequence {seq} is now empty")
                 self._confirm(seq, len(ids))
                 self._ledger.replace(seq, ids)

@@ -181,7 +181,7 @@ class GuardedCore(Closing):
         if self._closing:
             raise ClosedError("this context is closed")
         if self._undo.marks:
-            self._take_back()
+            self._roll_back()
 
     @contextmanager
     def _turn(self, *seqs: int) -> Iterator[None]:
@@ -302,11 +302,11 @@ class GuardedCore(Closing):
     def _fail(self, error: BaseException) -> None:
         """Undo what is unfinished; a failure of the engine is raised with what was kept."""
         before = self._undo.lengths()
-        kept = self._take_back()
+        kept = self._roll_back()
         if isinstance(error, Failure):
             raise self._explain(error.outcome, before, kept) from None
 
-    def _take_back(self) -> dict[int, int]:
+    def _roll_back(self) -> dict[int, int]:
         """Undo what is unfinished: the tokens that each sequence has kept. What a step can have spoiled is
         not believed."""
         if self._unclear:

@@ -208,13 +208,13 @@ class LlamaCore:
     def copy(self, src: int, dst: int) -> None:
         self._lib.llama_memory_seq_cp(self._memory, src, dst, -1, -1)
         if self._streams:
-            self._settle(src, dst)
+            self._flush_copy(src, dst)
         elif self._sheds and not self.write(dst, self.read(dst, partial=True), partial=True):
             # The pool of a window gives up old cells, but never one that two sequences share: each needs
             # a window of its own, or the pool fills up.
             raise EngineError(f"the engine refused the window of sequence {src} for sequence {dst}")
 
-    def _settle(self, src: int, dst: int) -> None:
+    def _flush_copy(self, src: int, dst: int) -> None:
         """Make the engine carry out a copy between streams now.
 
         It puts such a copy off until the next decode, and meanwhile a read of `dst` gives old bytes and
@@ -292,18 +292,18 @@ class LlamaCore:
         state = self._read_into_scratch(seq)
         if not self._memory_spec.has_rows:
             return Capture(None, state.copy())
-        rest = None
+        tail_state = None
         if self._memory_spec.needs_checkpoint:
-            rest = self.read(seq, partial=True)
+            tail_state = self.read(seq, partial=True)
         if not self._layout_known:
             # Nothing is cut before the layout has been proved on real bytes of this very context.
-            tail = None if rest is None else rest[_OPENING:]
+            tail = None if tail_state is None else tail_state[_OPENING:]
             self._layout = layout.discover(state, tail, seq, self._n_streams)
             self._layout_known = True
         rows = self._layout.rows(state) if self._layout else None
         if rows is None:
             return Capture(None, state.copy())
-        return Capture(rows, rest)
+        return Capture(rows, tail_state)
 
     @property
     def kv_layers(self) -> int:
@@ -325,14 +325,16 @@ class LlamaCore:
         heads = int(self._lib.llama_model_n_head(self._weights.handle))
         return KvNumbers(self._layout, self._weights.metadata, count, heads)
 
-    def assemble(self, seq: int, pieces: Sequence[NDArray[np.uint8]], rest: NDArray[np.uint8] | None) -> bool:
+    def assemble(
+        self, seq: int, pieces: Sequence[NDArray[np.uint8]], tail_state: NDArray[np.uint8] | None
+    ) -> bool:
         if not pieces:
-            return rest is not None and self.write(seq, rest, partial=False)
+            return tail_state is not None and self.write(seq, tail_state, partial=False)
         if not self._layout_known:
             self._prove_layout(seq)
         if self._layout is None:
             return False
-        tail = None if rest is None else rest[_OPENING:]
+        tail = None if tail_state is None else tail_state[_OPENING:]
         size = self._layout.size(sum(len(piece) for piece in pieces)) + (0 if tail is None else len(tail))
         return self.write(seq, self._layout.build(seq, pieces, tail, self._scratch.room(size)), partial=False)
 

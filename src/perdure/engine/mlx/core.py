@@ -253,9 +253,11 @@ class MlxCore:
         with self._weights.lock:
             return self._states[seq].capture()
 
-    def assemble(self, seq: int, pieces: Sequence[NDArray[np.uint8]], rest: NDArray[np.uint8] | None) -> bool:
+    def assemble(
+        self, seq: int, pieces: Sequence[NDArray[np.uint8]], tail_state: NDArray[np.uint8] | None
+    ) -> bool:
         with self._weights.lock:
-            return self._states[seq].put(pieces, rest)
+            return self._states[seq].put(pieces, tail_state)
 
     def row_bytes(self, seq: int) -> int | None:
         return self.layout.row_bytes or None

@@ -360,13 +360,20 @@ async def health() -> HealthAnswer:
 
 
 @operation.get("/ready", responses=errors())
-async def ready(app_state: AppStateDep) -> ReadyAnswer:
-    """The engine is there, and requests will be answered."""
+async def ready(
+    app_state: AppStateDep, draining: Annotated[Literal["404", "503"], Query()] = "503"
+) -> ReadyAnswer:
+    """The engine is there, and requests will be answered.
+
+    `draining` is the status of a server that drains: HAProxy takes 404 for one that finishes what it has, and
+    503 for one that is dead.
+    """
     if app_state.stopping:
         raise stopping()
+    app_state.life.drain.asked()
     if app_state.life.draining:
         raise ApiError(
-            503,
+            int(draining),
             "the server is draining: what it has begun is finished, ask another one",
             kind="server_error",
             code="draining",

@@ -13,6 +13,7 @@ import secrets
 import sys
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
@@ -90,6 +91,39 @@ class InFlight:
             self._count -= 1
 
 
+class Drain:
+    """How long a server that was told to stop goes on answering: until routers know.
+
+    Who asks `/ready` is taken for a router. It has to be asked as often as in as many seconds before it was
+    told to stop: a busy server answers late, and whoever waits for an answer sends requests still.
+    """
+
+    _MOST = 2
+    """Times the seconds: who does not ask any more is not waited for."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._asked: deque[float] = deque(maxlen=1000)
+        self._began: float | None = None
+        self._to_tell = 0
+
+    def asked(self) -> None:
+        if self._began is None:
+            self._asked.append(self._clock())
+        else:
+            self._to_tell -= 1
+
+    def begin(self, seconds: float) -> None:
+        self._began = self._clock()
+        self._to_tell = sum(each >= self._began - seconds for each in self._asked)
+
+    def is_over(self, seconds: float) -> bool:
+        if self._began is None:
+            return False
+        passed = self._clock() - self._began
+        return passed >= self._MOST * seconds or (passed >= seconds and self._to_tell <= 0)
+
+
 @dataclass(slots=True, eq=False)
 class ServerLife:
     """What changes while a server runs, for all its models together."""
@@ -97,6 +131,7 @@ class ServerLife:
     stopping: bool = False
     draining: bool = False
     """Whether it was told to stop, and still answers until routers have noticed."""
+    drain: Drain = field(default_factory=Drain)
     not_kept: int = 0
     """Turns that the store refused, since the server started."""
 

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import Field
 
 from perdure.chat.message import Message
+from perdure.chat.side_requests import side_request
 from perdure.decode.slots import KeptPrefix
 from perdure.errors import PerdureError, SessionError, SessionExistsError, StoreError
 from perdure.runtime import Runtime
@@ -182,7 +183,8 @@ def submit_to_conversation(
         return None
     if conversation.closes:
         caller.visit.at_end(lambda: app_state.call(let_go, runtime, conversation, caller.namespace))
-    if settings is None:
+    # A title is asked for under the conversation's own name, but is no turn of it.
+    if settings is None or settings.get("side", side_request(messages) is not None):
         return None
     if conversation.keep_seconds is not None:
         kept = KeptPrefix(after=0, seconds=conversation.keep_seconds)

@@ -49,13 +49,13 @@ def migrate(source: SqlStore, target: SqlStore, progress: Callable[[int, int], N
     for number in range(_PASSES):
         rows = source.every()[0]
         waiting = [row for row in rows if run.seen.get(row[0]) != (row[4], row[8])]
+        run.forget_deleted({row[0] for row in rows})
         if number and not waiting:
             break
         # The oldest first: lists are in the order of the last change.
         for done, row in enumerate(sorted(waiting, key=lambda row: (row[8], row[0])), 1):
             run.session(row)
             progress(done, len(waiting))
-        run.forget_deleted({row[0] for row in rows})
     else:
         run.found.changing = sorted(
             str(row[2]) for row in source.every()[0] if run.seen.get(row[0]) != (row[4], row[8])

@@ -259,9 +259,11 @@ class ToyCore:
     def capture(self, seq: int) -> Capture:
         return self._at(seq).capture()
 
-    def assemble(self, seq: int, pieces: Sequence[NDArray[np.uint8]], rest: NDArray[np.uint8] | None) -> bool:
+    def assemble(
+        self, seq: int, pieces: Sequence[NDArray[np.uint8]], tail_state: NDArray[np.uint8] | None
+    ) -> bool:
         sequence = self._at(seq)
-        if self.faults.write() or not sequence.assemble(pieces, rest):
+        if self.faults.write() or not sequence.assemble(pieces, tail_state):
             self._states[seq] = SequenceState(self._memory)
             return False
         return True
@@ -560,19 +562,19 @@ class SequenceState:
         return None if self.base is None else CellRows.row_bytes
 
     def capture(self) -> Capture:
-        """The base cells as rows; the window or the rolling state as the rest."""
-        rest = None
+        """The base cells as rows; the window or the rolling state as the tail state."""
+        tail_state = None
         if self._memory.needs_checkpoint:
-            rest = np.frombuffer(self.pack(partial=True), np.uint8)
-        return Capture(None if self.base is None else CellRows(self.base.pack()[4:]), rest)
+            tail_state = np.frombuffer(self.pack(partial=True), np.uint8)
+        return Capture(None if self.base is None else CellRows(self.base.pack()[4:]), tail_state)
 
-    def assemble(self, pieces: Sequence[NDArray[np.uint8]], rest: NDArray[np.uint8] | None) -> bool:
+    def assemble(self, pieces: Sequence[NDArray[np.uint8]], tail_state: NDArray[np.uint8] | None) -> bool:
         parts = [self._head()]
         if self.base is not None:
             cells = b"".join(piece.tobytes() for piece in pieces)
             parts += [struct.pack("<I", len(cells) // _CELL.itemsize), cells]
-        if rest is not None:
-            parts.append(rest.tobytes()[_HEAD.size :])
+        if tail_state is not None:
+            parts.append(tail_state.tobytes()[_HEAD.size :])
         return self.unpack(memoryview(b"".join(parts)), partial=False)
 
     def _head(self) -> bytes:

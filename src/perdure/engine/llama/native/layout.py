@@ -6,7 +6,7 @@
         transposed u32 (0), layers u32, since 0.6 figures of 8 bytes (rotations of K and V)
         layer by layer: type i32, row bytes u64, one row of K a cell
         layer by layer, where the model keeps V: type i32, row bytes u64, one row of V a cell
-    then, for kinds of memory that have one, the rest: the window's cells or the recurrent state
+    then, for kinds of memory that have one, the tail state: the window's cells or the recurrent state
 
 This layout is the library's own and may change with any build. So it is not assumed: `discover` finds the
 reading under which every byte is accounted for, and proves it by rebuilding the same bytes.
@@ -77,11 +77,11 @@ class Layout:
                 return None
         return TokenRows(cells[:, 8 : 8 + self.extension], self._runs(state, at, counts), order)
 
-    def build(self, seq: int, pieces: Sequence[Bytes], rest: Bytes | None, out: Bytes) -> Bytes:
+    def build(self, seq: int, pieces: Sequence[Bytes], tail_state: Bytes | None, out: Bytes) -> Bytes:
         """The state of `seq` with the rows of `pieces`, in the front of `out`."""
         length = sum(len(piece) for piece in pieces)
         home = seq if self.streams > 1 else 0
-        tail = 0 if rest is None else len(rest)
+        tail = 0 if tail_state is None else len(tail_state)
         state = out[: self.size(length) + tail]
         state[:4] = np.frombuffer(self.opening[:4], np.uint8)
         state[4:12] = np.frombuffer(struct.pack("<iI", seq, self.streams), np.uint8)
@@ -117,8 +117,8 @@ class Layout:
             at += _LAYER.size + length * size
         after = 4 * (self.streams - 1 - home)
         state[at : at + after] = 0
-        if rest is not None:
-            state[at + after :] = rest
+        if tail_state is not None:
+            state[at + after :] = tail_state
         return state
 
     def _cells(self, state: Bytes) -> tuple[Bytes | None, int]:
@@ -131,13 +131,13 @@ class Layout:
         end = at + count * self.cell_bytes
         return state[at:end].reshape(count, self.cell_bytes), end
 
-    def _proves(self, state: Bytes, rest: Bytes | None, seq: int) -> bool:
+    def _proves(self, state: Bytes, tail_state: Bytes | None, seq: int) -> bool:
         """Whether this layout accounts for every byte of `state`."""
         rows = self.rows(state)
         if rows is None:
             return False
         stored = rows.as_stored()
-        again = self.build(seq, [stored.cut(0, len(stored))], rest, np.empty(len(state), np.uint8))
+        again = self.build(seq, [stored.cut(0, len(stored))], tail_state, np.empty(len(state), np.uint8))
         theirs, ours = self._cells(state)[0], self._cells(again)[0]
         assert theirs is not None
         assert ours is not None
@@ -182,14 +182,14 @@ class TokenRows:
         return out
 
 
-def discover(state: Bytes, rest: Bytes | None, seq: int, streams: int) -> Layout | None:
-    """The layout of `state`, whose last bytes are `rest`; None where no reading accounts for every byte."""
-    end = len(state) - (0 if rest is None else len(rest))
-    if rest is not None and not np.array_equal(state[end:], rest):
+def discover(state: Bytes, tail_state: Bytes | None, seq: int, streams: int) -> Layout | None:
+    """The layout of `state`, which ends in `tail_state`; None where no reading accounts for every byte."""
+    end = len(state) - (0 if tail_state is None else len(tail_state))
+    if tail_state is not None and not np.array_equal(state[end:], tail_state):
         return None
     for extension, figures in itertools.product(_EXTENSIONS, _FIGURES):
         layout = _read(state[:end], seq, streams, extension, figures)
-        if layout is not None and layout._proves(state, rest, seq):
+        if layout is not None and layout._proves(state, tail_state, seq):
             return layout
     return None
 

@@ -14,7 +14,7 @@ from perdure.server.core.api_error import ApiError
 
 Item = dict[str, Any]
 Unsealed = Callable[[str], str | None]
-Found = Callable[[str], Sequence[Item]]
+FindItems = Callable[[str], Sequence[Item]]
 """The items that an id stands for."""
 
 _UNREADABLE = {"input_image": "images", "input_file": "files", "input_audio": "audio", "input_video": "video"}
@@ -40,7 +40,7 @@ class _Assistant:
         )
 
 
-def messages_of(items: Sequence[Any], unsealed: Unsealed, found: Found) -> list[Message]:
+def messages_of(items: Sequence[Any], unsealed: Unsealed, found: FindItems) -> list[Message]:
     """The messages that items make. Items that say nothing to this model are left out, never refused."""
     made: list[Message] = []
     said = _Assistant()
@@ -83,7 +83,7 @@ def messages_of(items: Sequence[Any], unsealed: Unsealed, found: Found) -> list[
     return made
 
 
-def _resolved(items: Sequence[Any], found: Found) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _resolved(items: Sequence[Any], found: FindItems) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Items with their places, those that are references replaced by what they name."""
     for at, item in enumerate(items):
         where = f"input.{at}"

@@ -16,7 +16,13 @@ from perdure.server.core.schemas import Items, RequestSchema, SamplingSchema
 from perdure.server.protocols.conversation_names import NamingFields
 from perdure.server.protocols.openai import PromptCacheOptions, tier_options
 from perdure.server.protocols.reply_request import SessionExtension
-from perdure.server.protocols.responses.items import Found, OutputForm, Unsealed, content_text, messages_of
+from perdure.server.protocols.responses.items import (
+    FindItems,
+    OutputForm,
+    Unsealed,
+    content_text,
+    messages_of,
+)
 
 _ITEMS = 1 << 14
 _TOOLS = 1024
@@ -270,7 +276,7 @@ def input_items(asked: PromptRequest) -> list[dict[str, Any]]:
     return list(asked.input)
 
 
-def preamble(asked: PromptRequest, unsealed: Unsealed, found: Found) -> list[Message]:
+def preamble(asked: PromptRequest, unsealed: Unsealed, found: FindItems) -> list[Message]:
     """The instructions. They are of this response alone: another one that goes on from it has its own."""
     given = asked.instructions
     if given is None or given == "":
@@ -280,7 +286,7 @@ def preamble(asked: PromptRequest, unsealed: Unsealed, found: Found) -> list[Mes
     return messages_of(given, unsealed, found)
 
 
-def input_messages(asked: PromptRequest, unsealed: Unsealed, found: Found) -> list[Message]:
+def input_messages(asked: PromptRequest, unsealed: Unsealed, found: FindItems) -> list[Message]:
     if isinstance(asked.input, str):
         return [Message(role="user", content=content_text(asked.input, "input"))]
     return messages_of(input_items(asked), unsealed, found)

@@ -30,6 +30,8 @@ _LEASE, _TIMEOUT, _POOL = 10.0, 10.0, 8
 _SHORTEST, _LONGEST = 0.2, 3600.0
 _SECRETS: dict[Path, str] = {}
 """Whole URLs that this process was given, by folder: a password is written nowhere."""
+_SECRET_WORDS = ("password", "sslpassword", "oauth_client_secret")
+"""What libpq takes and nobody else may read."""
 _CHANGING = threading.Lock()
 
 
@@ -69,7 +71,7 @@ def parse_place(url: str) -> PostgresPlace:
     lease = _number("lease", query.pop("lease", str(_LEASE)), _SHORTEST, _LONGEST)
     timeout = _number("timeout", query.pop("timeout", str(_TIMEOUT)), _SHORTEST, _LONGEST)
     pool = _number("pool", query.pop("pool", str(_POOL)), 3, 1000)
-    plain = {name: value for name, value in query.items() if name != "password"}
+    plain = {name: value for name, value in query.items() if name not in _SECRET_WORDS}
     who = parts.netloc.rpartition("@")
     netloc = f"{who[0].split(':', 1)[0]}@{who[2]}" if who[1] else parts.netloc
     own = {"schema": schema, "lease": f"{lease:g}", "timeout": f"{timeout:g}", "pool": f"{pool:g}"}

@@ -80,7 +80,7 @@ def repair(folder: Path) -> Repair:
             _exchange(folder, aside)
             return Repair(sessions=0, turns=0, memories=0, cut=(), found=(), aside=aside)
         with _copied(folder) as db:
-            found = _Found(db)
+            found = _ProvedTurns(db)
         if not found.turns:
             raise StoreDamagedError(f"nothing in {folder / FILE} can be proved: restore it from a copy")
         known = SessionFolder(folder).mark() or found.id
@@ -160,7 +160,7 @@ def _remove(path: Path) -> None:
             path.with_name(path.name + suffix).unlink(missing_ok=True)
 
 
-class _Found:
+class _ProvedTurns:
     """What can be read and proved.
 
     A turn is proved by its digest, or by its row checksum if the digest is what was damaged; then its parent
