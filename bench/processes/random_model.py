@@ -141,10 +141,10 @@ def write(path: Path, shape: Shape) -> Path:
     named |= {f"blk.{at}.{name}": size for at in range(shape.layers) for name, size in sizes.items()}
     if shape.next_token:
         named |= {f"blk.{shape.layers}.{name}": size for name, size in sizes.items() if name not in inner}
-        for name, size in inner.items():
-            half = tuple(shape.inner // 2 if each == shape.inner else each for each in size)
-            named |= {f"blk.{shape.layers}.{name}_exps": (1, *half)}
-            named |= {f"blk.{shape.layers}.{name}_shexp": half}
+        for name, whole in inner.items():
+            halved = tuple(shape.inner // 2 if each == shape.inner else each for each in whole)
+            named |= {f"blk.{shape.layers}.{name}_exps": (1, *halved)}
+            named |= {f"blk.{shape.layers}.{name}_shexp": halved}
     for name, size in named.items():
         matrix = matrices(*size)
         if shape.counts and name == "output":
@@ -161,9 +161,9 @@ def write(path: Path, shape: Shape) -> Path:
                 writer.add_tensor(f"blk.{at}.{name}.weight", np.ones(head, np.float32))
     if shape.next_token:
         block = f"blk.{shape.layers}.nextn"
-        half = np.eye(shape.width, dtype=np.float16)
         # The token counts, and not the hidden state before it.
-        writer.add_tensor(f"{block}.eh_proj.weight", np.hstack([half, np.zeros_like(half)]))
+        of_token = np.eye(shape.width, dtype=np.float16)
+        writer.add_tensor(f"{block}.eh_proj.weight", np.hstack([of_token, np.zeros_like(of_token)]))
         seen = matrices(shape.vocabulary, shape.width).copy()
         wrong = np.flatnonzero(np.random.default_rng(2).random(shape.vocabulary) < _WRONG)
         seen[wrong] = seen[np.roll(wrong, 1)]

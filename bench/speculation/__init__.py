@@ -24,10 +24,10 @@ five tokens; it is compared with a runtime that does not use that layer.
 from __future__ import annotations
 
 import argparse
-import functools
+import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -153,25 +153,22 @@ def _next_token(options: argparse.Namespace) -> None:
     if not any(options.only in title for title in titles.values()):
         return
     path = _written(options.model, next_token=True)
-    prompt = list(counted(_SHAPES[options.model].vocabulary, 1).planted)
+    count, repeats = (192, 5) if options.quick else (256, 9)
     shared: dict[str, Any] = {"n_ctx": N_CTX, "slots": 1, "stall": 0.05, "threads": options.threads}
     with perdure.open(path, draft="mtp", **shared) as rt, perdure.open(path, **shared) as plain:
         for temperature, title in titles.items():
-
-            def asked(rt: Runtime, speculate: int, temperature: float = temperature) -> list[Reply]:
-                request: dict[str, Any] = {"max_tokens": 96 if options.quick else 256, "ignore_eos": True}
-                stream = rt.submit(prompt, **request, seed=1, temperature=temperature, speculate=speculate)
-                return [stream.reply()]
-
             if options.only in title:
-                _compare(
-                    title,
-                    1.8,
-                    5 if options.quick else 9,
-                    functools.partial(asked, rt, ADAPT),
-                    functools.partial(asked, plain, 0),
-                    cpu=options.cpu,
-                )
+                request = {"max_tokens": count, "ignore_eos": True, "seed": 1, "temperature": temperature}
+                ours, peer = _replies(rt, ADAPT, count, request), _replies(plain, 0, count, request)
+                _compare(title, 1.8, repeats, ours, peer, cpu=options.cpu)
+
+
+def _replies(
+    rt: Runtime, speculate: int, count: int, request: Mapping[str, Any]
+) -> Callable[[], Sequence[Reply]]:
+    """Replies to one prompt after the other: each counts on from elsewhere."""
+    starts = itertools.count(4000, 2 * count)
+    return lambda: [rt.submit([next(starts)], **request, speculate=speculate).reply()]
 
 
 def _steps(model: Model, threads: int | None, *, cpu: bool) -> None:

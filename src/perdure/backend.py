@@ -31,7 +31,7 @@ from perdure.decode.speculation.ngrams import NgramDrafter
 from perdure.decode.stream import OutputQueue, Stream, one_request
 from perdure.engine.adapters import PLAIN, AdapterTable, Scales
 from perdure.engine.context import Context
-from perdure.engine.contract import ContextKeywords, Tokenizer, Tokens
+from perdure.engine.contract import ContextKeywords, LoadingKeywords, Tokenizer, Tokens
 from perdure.engine.kv_loss import check_kv_type
 from perdure.engine.model import Model
 from perdure.engine.registry import open_model
@@ -83,6 +83,21 @@ class BackendKeywords(ContextKeywords, total=False):
     adapters: Mapping[str, float] | None
     adapter_names: Mapping[str, str] | None
     draft: str | Model | None
+
+
+NEXT_TOKEN = "mtp"
+"""What `draft` is for a model's own next-token layers."""
+
+
+def resolve_draft(
+    loading: LoadingKeywords, settings: BackendKeywords
+) -> tuple[LoadingKeywords, BackendKeywords]:
+    """The same, with what a `draft` by the model's own layers asks of the model and of its context."""
+    if settings.get("draft") != NEXT_TOKEN:
+        return loading, settings
+    settings = {**settings, "mtp": True}
+    del settings["draft"]
+    return {**loading, "mtp": True}, settings
 
 
 class Backend(Protocol):

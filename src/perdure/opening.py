@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Never, cast
 
 from perdure import config
-from perdure.backend import Backend, BackendKeywords, LocalBackend
+from perdure.backend import NEXT_TOKEN, Backend, BackendKeywords, LocalBackend, resolve_draft
 from perdure.chat.template.template import Template
 from perdure.config import N_CTX, QUEUE, SLOTS
 from perdure.engine import registry
@@ -41,13 +41,9 @@ _RESOURCES = frozenset(
         "n_batch",
         "force_kv",
         "draft",
-        "mtp",
     }
 )
 """Settings that do not change what a reply is: whoever has the store chooses them."""
-
-NEXT_TOKEN = "mtp"
-"""What `draft` is for a model's own next-token layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,17 +74,15 @@ class BackendOptions:
         wanted = N_CTX if self.n_ctx is None else self.n_ctx
         if n_ctx:
             wanted = n_ctx if wanted == "auto" else max(wanted, n_ctx)
-        settings: BackendKeywords = {**self.settings, "n_ctx": wanted}
+        loading, settings = resolve_draft(self.loading, {**self.settings, "n_ctx": wanted})
         if self.isolated:
             policy = self.isolated if isinstance(self.isolated, RestartPolicy) else None
             source = cast("str | None", self.model)
-            return RemoteBackend(
-                source, restart_policy=policy, loading=self.loading, store=self.store, **settings
-            )
+            return RemoteBackend(source, restart_policy=policy, loading=loading, store=self.store, **settings)
         if self.loaded:
             return LocalBackend(cast(ModelContract, self.model), store=self.store, **settings)
         cells = registry.cells(wanted, self.settings.get("slots", SLOTS), settings)
-        own = registry.open_model(cast("str | None", self.model), self.loading, cells=cells)
+        own = registry.open_model(cast("str | None", self.model), loading, cells=cells)
         try:
             return LocalBackend(own, own_model=True, store=self.store, **settings)
         except BaseException:
@@ -230,9 +224,6 @@ def open(  # noqa: A001
         "kv_offload": kv_offload,
         "cpu_experts": cpu_experts,
     }
-    own_layers = draft == NEXT_TOKEN
-    if own_layers and (model is None or isinstance(model, (str, os.PathLike))):
-        chosen["mtp"] = True
     loading = cast(LoadingKeywords, _given(chosen))
     settings: dict[str, Any] = {"slots": slots, "exact": exact, "queue": queue}
     settings |= _given(
@@ -253,8 +244,7 @@ def open(  # noqa: A001
             "rope_freq_scale": rope_freq_scale,
             "adapters": None if adapters is None else absolute_scales(adapters),
             "adapter_names": None if adapter_names is None else absolute_names(adapter_names),
-            "draft": None if own_layers else _named(draft),
-            "mtp": own_layers or None,
+            "draft": _named(draft),
         }
     )
     folder = None if store is None else store_folder(store)
@@ -279,7 +269,7 @@ def open(  # noqa: A001
 
 def _named(draft: str | os.PathLike[str] | ModelContract | None) -> str | ModelContract | None:
     """A draft model as the engine's process finds it, which may be in another folder."""
-    if draft is None or not isinstance(draft, (str, os.PathLike)):
+    if draft in (None, NEXT_TOKEN) or not isinstance(draft, (str, os.PathLike)):
         return draft
     file = Path(draft)
     return str(file.absolute()) if file.exists() else os.fspath(draft)

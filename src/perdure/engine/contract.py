@@ -282,7 +282,7 @@ class Tokenizer(Protocol):
         ...
 
 
-class LoadingKeywords(TypedDict, total=False):
+class PlacementKeywords(TypedDict, total=False):
     """Where a model is loaded to."""
 
     gpu_layers: int | Literal["auto"]
@@ -290,6 +290,11 @@ class LoadingKeywords(TypedDict, total=False):
     tensor_split: Sequence[float] | None
     kv_offload: bool
     cpu_experts: int | Literal["all", "auto"]
+
+
+class LoadingKeywords(PlacementKeywords, total=False):
+    """What else is said when a model is loaded."""
+
     mtp: bool
 
 

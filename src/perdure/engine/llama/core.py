@@ -430,7 +430,7 @@ class LlamaCore:
 
     def _add_inputs(self, native: Any) -> None:
         if self._inputs is not None:
-            kind = dict(declarations.Batch._fields_)["embd"]
+            kind: Any = dict(declarations.Batch._fields_)["embd"]
             native.embd = ctypes.cast(ctypes.c_void_p(self._inputs.ctypes.data), kind)
 
 
