@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from inside import nodes_of
 from perdure.cache.block import Block, BlockId, chain, cost
 from perdure.cache.eviction import Eviction, Standing, Use, worth
 from perdure.cache.slots.cache import SlotCache
+from perdure.cache.tiers.disk import DiskTier
 from perdure.cache.tiers.memory import MemoryTier
 from perdure.decode.slots import SlotAssignment
 from perdure.engine.context import Context
@@ -189,6 +191,55 @@ def test_a_namespace_that_nobody_asks_for_loses_its_share() -> None:
     for number in range(10, 40):
         store(tier, parts(number), talk(f"talk {number}", "bob"))
     assert not any(name in tier for name in anns)
+
+
+def on_disk(tier: DiskTier, tokens: Sequence[int], use: Use) -> list[BlockId]:
+    """The same on a disk."""
+    root = ROOTS[use.namespace]
+    ids = np.array(tokens, np.int32)
+    names = list(chain(root, ids, SIZE))
+    tier.eviction.owns(root, use.namespace)
+    tier.revalue(tier.eviction.use(names, use))
+    tier.eviction.write(names, [], use)
+    blocks = [
+        Block.make(parent, start, ids[start : start + SIZE], np.ones((SIZE, 100), np.uint8), None)
+        for parent, start in zip([root, *names], range(0, len(ids), SIZE), strict=False)
+    ]
+    tier.store(blocks)
+    return [name for name in names if tier.lookup(name) is not None]
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_namespace_takes_no_more_than_its_share_of_a_disk_from_another(
+    tmp_path: Path, restarts: bool
+) -> None:
+    """Also where it fills the disk in one go, and where whose the blocks are is read from the disk."""
+    [one] = on_disk(DiskTier(tmp_path / "a", budget=10**6), parts(1), talk("main"))
+    assert one
+    size = DiskTier(tmp_path / "a", budget=10**6, readonly=True).nbytes
+    tier = DiskTier(tmp_path / "b", budget=8 * size + size // 2)
+    anns = on_disk(tier, parts(1, 2, 3), talk("main"))
+    assert len(anns) == 3
+    for number in range(10, 24):
+        if restarts:
+            tier.close()
+            tier = DiskTier(tmp_path / "b", budget=tier.budget)
+            tier.eviction.owns(ROOTS["ann"], "ann")
+        on_disk(tier, parts(number), talk(f"talk {number}", "bob"))
+    on_disk(tier, parts(*range(30, 38)), talk("long", "bob"))
+    assert all(tier.lookup(name) is not None for name in anns)
+    assert 7 * size <= tier.nbytes <= tier.budget
+    tier.close()
+
+
+def test_a_namespace_on_a_disk_that_nobody_asks_for_loses_its_share(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, budget=10**6)
+    anns = on_disk(tier, parts(1, 2), talk("main"))
+    tier.budget = 2 * tier.nbytes
+    for number in range(10, 40):
+        on_disk(tier, parts(number), talk(f"talk {number}", "bob"))
+    assert not any(tier.lookup(name) for name in anns)
+    tier.close()
 
 
 def chained(tokens: Sequence[int]) -> list[BlockId]:

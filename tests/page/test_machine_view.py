@@ -38,6 +38,32 @@ def test_the_machine_shows_the_model_its_slots_and_the_last_requests(
         expect(user.page.get_by_role("img", name=f"{name}:")).to_be_visible()
 
 
+def test_the_machine_draws_what_the_cache_saved(open_page: OpenPage, served: LiveServer) -> None:
+    """As `perdure report` tells it: tokens, time, and what was computed again by cause and client."""
+    with served.client() as client:
+        said = [{"role": "user", "content": "Hello, you there."}]
+        for branch in ("main", "dev"):
+            system = {"role": "system", "content": f"You are an agent.\nThe branch is {branch}.\nBe brief."}
+            body = {"messages": [system, *said], "max_tokens": 4}
+            agent = {"user-agent": "drawn/1.0"}
+            message = client.post("/v1/chat/completions", json=body, headers=agent).json()["choices"][0][
+                "message"
+            ]
+            said += [
+                {"role": "assistant", "content": message["content"]},
+                {"role": "user", "content": "Go on."},
+            ]
+        report = client.get("/v1/report").json()
+    user = open_page(served, "/#/machine")
+    drawn = user.page.get_by_role("region", name="What the cache saved")
+    expect(drawn).to_contain_text(f"{report['requests']} requests since")
+    expect(drawn).to_contain_text(f"{report['reused_tokens']:,} tokens were not computed again")
+    expect(drawn.get_by_role("meter")).to_have_count(2)
+    row = drawn.get_by_role("row").filter(has_text="drawn")
+    expect(row).to_contain_text("system")
+    expect(row).to_contain_text(f"{report['misses']['system']['drawn']:,}")
+
+
 def test_slots_and_the_queue_are_shown_as_they_change(open_page: OpenPage, served: LiveServer) -> None:
     user = open_page(served, "/#/machine")
     model = user.page.get_by_role("region", name="toy")

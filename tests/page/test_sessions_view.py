@@ -20,8 +20,13 @@ def test_sessions_are_found_put_to_sleep_and_woken_by_a_plan(open_page: OpenPage
     with served.client() as client:
         body = hello(perdure={"session": "by an agent"})
         assert client.post("/v1/chat/completions", json=body, headers=agent).status_code == 200
+        sessions = client.get("/v1/sessions").json()["data"]
     user = open_page(served, "/#/sessions")
     expect(user.page.get_by_role("row", name="by an agent")).to_contain_text("claude-cli")
+    [summary] = [each for each in sessions if each["name"] == "by an agent"]
+    for shown in (summary["model"], f"{summary['tokens']:,}"):
+        assert shown
+        expect(user.page.get_by_role("row", name="by an agent")).to_contain_text(shown)
     user.page.get_by_role("searchbox").fill("zebra")
     rows = user.page.locator("tbody tr")
     expect(rows).to_have_count(3)

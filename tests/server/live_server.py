@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import perdure
 from perdure import Runtime
 from perdure.server.core.app_state import AppState
 from perdure.server.core.keys import Keys
-from perdure.server.core.settings import Limits
+from perdure.server.core.settings import Limits, ReplyDefaults
 from perdure.server.http_server import HttpServer, address, bind
 
 PATIENCE = 60.0
@@ -47,8 +48,11 @@ class LiveServer:
 
 @contextmanager
 def live_server(runtime: Runtime, *, keys: Keys | None = None, **settings: Any) -> Iterator[LiveServer]:
-    """A server on a runtime, in a thread. Limits may be given by themselves."""
+    """A server on a runtime, in a thread. Limits may be given by themselves. With `PERDURE_TEST_SETTLE`, a
+    number of tokens, it settles, unless the test says otherwise."""
     names = Limits.__dataclass_fields__
+    if settle := os.environ.get("PERDURE_TEST_SETTLE"):
+        settings.setdefault("defaults", ReplyDefaults(settle=int(settle)))
     limits = Limits(**{name: settings.pop(name) for name in list(settings) if name in names})
     app_state = AppState(
         runtime=runtime, name="toy", limits=limits, keys=keys or Keys(), **{"debug": True, **settings}

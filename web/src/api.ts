@@ -68,6 +68,23 @@ export interface SessionSummary {
   origin: Origin | null;
   /** The program that made it, as it calls itself. */
   agent: string;
+  /** The session that it was started from, if any. */
+  parent: string;
+  /** Of its last turn; empty before the first one. */
+  model: string;
+  tokens: number;
+}
+
+/** What the cache saved since the start of the server. */
+export interface Report {
+  since: number;
+  requests: number;
+  reused_tokens: number;
+  computed_tokens: number;
+  prefill_seconds: number;
+  saved_seconds: number;
+  /** Tokens computed again, by cause and then by client. */
+  misses: Record<string, Record<string, number>>;
 }
 
 export interface SessionAnswer {

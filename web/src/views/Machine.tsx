@@ -2,7 +2,7 @@
 
 import { useEffect, useState } from "preact/hooks";
 import { get, path, query } from "../api";
-import type { CatalogueEntry, List, Machine as Facts, MachineModel, RecentRequest, Run } from "../api";
+import type { CatalogueEntry, List, Machine as Facts, MachineModel, RecentRequest, Report, Run } from "../api";
 import { notifyError } from "../notices";
 import { link } from "../route";
 import { bytes, count, seconds, texts, when } from "../texts";
@@ -73,6 +73,7 @@ export function Machine() {
         <Plot name={words.plotBusy} values={samples.map((each) => each.busy)} shown={count} />
         <Plot name={words.plotQueue} values={samples.map((each) => each.waiting)} shown={count} />
       </div>
+      <ReportView asked={requests[0]?.number ?? 0} />
       <h2>{words.cache}</h2>
       <p class="hint">{words.cacheNote}</p>
       <Prefixes parent={null} asked={requests[0]?.number ?? 0} />
@@ -178,6 +179,67 @@ function Prefix({ run }: { run: Run }) {
       </div>
       {open && run.follows && <Prefixes parent={run.id} asked={0} />}
     </li>
+  );
+}
+
+/** What was reused and what was computed again, as `perdure report` tells it. */
+function ReportView({ asked }: { asked: number }) {
+  const [report, show] = useState<Report | null>(null);
+  useEffect(() => {
+    get<Report>(path("report")).then(show, () => {});
+  }, [asked]);
+  if (!report) return null;
+  const all = report.reused_tokens + report.computed_tokens;
+  const share = all ? ` (${((100 * report.reused_tokens) / all).toFixed(1)}%)` : "";
+  const bars: [string, number][] = [
+    [words.reused, report.reused_tokens],
+    [words.computed, report.computed_tokens],
+  ];
+  const misses = Object.entries(report.misses)
+    .flatMap(([cause, clients]) => Object.entries(clients).map(([client, tokens]) => ({ cause, client, tokens })))
+    .sort((one, other) => other.tokens - one.tokens);
+  return (
+    <section aria-label={words.report}>
+      <h2>{words.report}</h2>
+      <p class="hint">{words.reportSince(report.requests, when(report.since))}</p>
+      <p>
+        {words.reportReused(report.reused_tokens, share)}, {words.reportSaved(seconds(report.saved_seconds))}.
+      </p>
+      <ul class="meters" aria-label={words.reportBars}>
+        {bars.map(([name, tokens]) => (
+          <li>
+            <span>{name}</span>
+            <meter min={0} max={Math.max(1, all)} value={tokens} aria-label={name} />
+            <span class="figure">{words.holds(tokens)}</span>
+          </li>
+        ))}
+      </ul>
+      {misses.length ? (
+        <div class="wide" tabIndex={0} role="region" aria-label={words.reportMisses}>
+          <table class="list">
+            <caption>{words.reportMisses}</caption>
+            <thead>
+              <tr>
+                {Object.values(words.missColumns).map((column) => (
+                  <th scope="col">{column}</th>
+                ))}
+              </tr>
+            </thead>
+            <tbody>
+              {misses.map((each) => (
+                <tr key={`${each.cause} ${each.client}`}>
+                  <th scope="row">{each.cause}</th>
+                  <td>{each.client}</td>
+                  <td class="fit">{count(each.tokens)}</td>
+                </tr>
+              ))}
+            </tbody>
+          </table>
+        </div>
+      ) : (
+        <p class="hint">{words.reportNone}</p>
+      )}
+    </section>
   );
 }
 

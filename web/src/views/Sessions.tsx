@@ -118,7 +118,9 @@ function Row({ session, asked, onChanged, onWake }: RowGiven) {
       <th scope="row">
         <a href={link({ view: "talk", session: name })}>{name}</a>
       </th>
+      <td>{session.model}</td>
       <td class="fit">{count(session.turns)}</td>
+      <td class="fit">{count(session.tokens)}</td>
       <td class="fit">{when(session.updated)}</td>
       <td>
         {session.origin

@@ -35,10 +35,16 @@ class BlockTable:
         self.worth: Callable[[BlockId, int], int] = lambda block, clock: clock
         """What a block is worth that is used at a time of the clock."""
         self._touched: dict[BlockId, int] = {}
+        self._chains: _Chains | None = None
+        """Of which chain each block is; known from when it is first asked for, when room is short."""
         self._count, self.nbytes = self._total("blocks"), self._total("nbytes")
 
     def __len__(self) -> int:
         return self._total("blocks")
+
+    @property
+    def clock(self) -> int:
+        return self._clock
 
     # Reading.
 
@@ -91,6 +97,27 @@ class BlockTable:
                 return found
             limit *= 2
 
+    def root_of(self, block: BlockId) -> BlockId:
+        """Where the chain of a block starts; what is no block here starts one."""
+        return self._known_chains().roots.get(block, block)
+
+    def chains(self) -> tuple[Mapping[BlockId, int], Mapping[BlockId, int]]:
+        """The bytes of each chain, and when something of it was used last, by where it starts."""
+        chains = self._known_chains()
+        return chains.nbytes, chains.used
+
+    def _known_chains(self) -> _Chains:
+        chains = self._chains
+        if chains is None:
+            chains = _Chains()
+            for name, parent, nbytes, used in self._index.rows(
+                "SELECT id, parent, nbytes, used FROM block ORDER BY start"
+            ):
+                # What is worth more than its time counts as used now.
+                chains.add(name, parent, _number(nbytes), min(_number(used), self._clock))
+            self._chains = chains
+        return chains
+
     # Writing.
 
     @contextmanager
@@ -108,13 +135,17 @@ class BlockTable:
                     self._index.run("INSERT OR REPLACE INTO total VALUES (?, ?)", name, value)
         except BaseException:
             self._count, self.nbytes = before
+            self._chains = None
             raise
 
     def add(self, block: Block | BlockMeta, size: int, *, used: int | None = None) -> None:
         """Enter a block whose file has `size` bytes, as used just now unless told otherwise."""
         before = self._index.rows("SELECT nbytes FROM block WHERE id = ?", block.id)
+        more = size - (_number(before[0][0]) if before else 0)
         self._count += not before
-        self.nbytes += size - (_number(before[0][0]) if before else 0)
+        self.nbytes += more
+        if self._chains is not None:
+            self._chains.add(block.id, block.parent, more, self._clock)
         self._index.run(
             "INSERT OR REPLACE INTO block VALUES (?, ?, ?, ?, ?, ?, ?,"
             " NOT EXISTS (SELECT 1 FROM block WHERE parent = ?))",
@@ -141,14 +172,19 @@ class BlockTable:
             )
             self._count -= 1
             self.nbytes -= _number(nbytes)
+            if self._chains is not None:
+                self._chains.remove(block, _number(nbytes))
 
     def clear(self) -> None:
         self._index.run("DELETE FROM block")
         self._count = self.nbytes = 0
+        self._chains = None
 
     def touch(self, block: BlockId) -> None:
         """Note that a block was used just now; it is written down with the next change."""
         self._touched[block] = self.worth(block, self._tick())
+        if (chains := self._chains) is not None:
+            chains.use(block, self._clock)
 
     @property
     def has_touched(self) -> bool:
@@ -173,6 +209,7 @@ class BlockTable:
                 self._index.run("DELETE FROM block WHERE id = ?", name)
             for entry in [*new, *wrong]:
                 self.add(entry, entry.nbytes, used=0)
+            self._chains = None
             self._index.run("UPDATE block SET leaf = id NOT IN (SELECT parent FROM block)")
             self._count, self.nbytes = len(there), sum(entry.nbytes for entry in there.values())
         return len(new), len(missing), len(wrong)
@@ -207,6 +244,35 @@ def _row(entry: BlockMeta) -> tuple[Any, ...]:
 def _number(value: Any) -> int:
     """A number of the index. SQLite has no checksums: what is none counts for nothing until it is mended."""
     return value if isinstance(value, int) else 0
+
+
+class _Chains:
+    """Of which chain each block of a table is, and what each chain takes.
+
+    Always holds: the bytes of a chain are those of its blocks; one without blocks is not there.
+    """
+
+    def __init__(self) -> None:
+        self.roots: dict[BlockId, BlockId] = {}
+        self.nbytes: dict[BlockId, int] = {}
+        self.used: dict[BlockId, int] = {}
+
+    def add(self, block: BlockId, parent: BlockId, nbytes: int, used: int) -> None:
+        """A block is there, or takes so many more bytes. Those before it were added before it."""
+        root = self.roots.setdefault(block, self.roots.get(parent, parent))
+        self.nbytes[root] = self.nbytes.get(root, 0) + nbytes
+        self.used[root] = max(self.used.get(root, 0), used)
+
+    def remove(self, block: BlockId, nbytes: int) -> None:
+        if (root := self.roots.pop(block, None)) is None:
+            return
+        self.nbytes[root] -= nbytes
+        if not self.nbytes[root]:
+            del self.nbytes[root], self.used[root]
+
+    def use(self, block: BlockId, clock: int) -> None:
+        if (root := self.roots.get(block)) is not None:
+            self.used[root] = clock
 
 
 class PrefixTable:

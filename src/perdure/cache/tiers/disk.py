@@ -16,6 +16,7 @@ from filelock import FileLock, Timeout
 
 from perdure.atomic import TEMPORARY, make_folder, sync_folder, translate_os_errors, write_file
 from perdure.cache.block import Block, BlockId, BlockMeta
+from perdure.cache.eviction import Eviction
 from perdure.cache.tiers.base import BlockTier
 from perdure.cache.tiers.block_index import BlockTable, PrefixTable
 from perdure.decode.slots import KeptPrefix
@@ -147,12 +148,62 @@ class Findings:
         return not (self.missing or self.quarantined or self.mended or self.rebuilt)
 
 
+class _Shares:
+    """Who makes room for blocks that come: namespaces that hold more than their share, or who asks."""
+
+    def __init__(self, table: BlockTable, eviction: Eviction, budget: int) -> None:
+        self._table = table
+        self._eviction = eviction
+        self._budget = budget
+        self._owners: dict[BlockId, str] = {}
+        """By where a chain starts."""
+        self._coming: dict[BlockId, BlockId] = {}
+        """Where the chains of blocks start that are not in the table yet."""
+        self._more: dict[str, int] = {}
+        """Bytes that are to come, by owner."""
+
+    def wants(self, block: Block) -> None:
+        """A block is to come; the one before it is there, or was to come before it."""
+        root = self._coming.get(block.parent) or self._table.root_of(block.parent)
+        self._coming[block.id] = root
+        owner = self._owner(root)
+        self._more[owner] = self._more.get(owner, 0) + block.file_size
+
+    def victim(self, block: Block, spared: Callable[[BlockId], bool]) -> tuple[BlockId, int] | None:
+        """The leaf to go for a block that comes, and what it is worth."""
+        owner = self._owner(self._coming[block.id])
+        by_root, used_by_root = self._table.chains()
+        held: dict[str, int] = {}
+        used: dict[str, int] = {}
+        for root, nbytes in by_root.items():
+            each = self._owner(root)
+            held[each] = held.get(each, 0) + nbytes
+            used[each] = max(used.get(each, 0), used_by_root[root])
+        payers = self._eviction.payers(owner, self._more[owner], held, used, self._table.clock, self._budget)
+        # Where all that they have is in use, whoever asks pays.
+        for owners in (payers, [owner]):
+            leaf = self._table.least_worth(
+                lambda each, of=frozenset(owners): (  # type: ignore[misc]
+                    spared(each) or self._owner(self._table.root_of(each)) not in of
+                )
+            )
+            if leaf is not None:
+                return leaf
+        return None
+
+    def _owner(self, root: BlockId) -> str:
+        if root not in self._owners:
+            self._owners[root] = self._eviction.owner(root)
+        return self._owners[root]
+
+
 class DiskTier(BlockTier):
     """Blocks in a folder, within a byte budget. For any thread.
 
     Always holds: an entry is committed only after its file and the file's name are on the disk, and its
     file goes only after the entry is gone. So a crash leaves at worst files without entries, which are
     deleted when the store is next opened for writing. A block is entered only after the one before it.
+    Leaves of the least worth go first, and of a namespace within its share only for its own blocks.
     """
 
     name = "disk"
@@ -459,9 +510,11 @@ class DiskTier(BlockTier):
         with self.table.writing():
             # Who was read lately must be known before somebody is chosen.
             self.table.flush_touches()
+            shares = _Shares(self.table, self.eviction, self.budget)
             for block, end in zip(blocks, ends, strict=True):
+                shares.wants(block)
                 while block.file_size <= self.budget < self.nbytes + end:
-                    leaf = self.table.least_worth(lambda each: each in own or self.pinned(each))
+                    leaf = shares.victim(block, lambda each: each in own or self.pinned(each))
                     if leaf is None or not self.eviction.may_evict(block.id, leaf[1]):
                         break
                     victims.append(leaf[0])

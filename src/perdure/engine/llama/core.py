@@ -7,7 +7,7 @@ import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import byref
-from typing import Any
+from typing import Any, Required, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +44,14 @@ _LARGER = 4
 """How many times the limit that is asked for is taken on a device, where a state needs it."""
 _OPENING = 8
 """The bytes with which every state starts: a mark and the sequence."""
+
+
+class CoreKeywords(TypedDict, total=False):
+    """What is known of a model besides its weights and memory."""
+
+    causal: Required[bool]
+    largest_state: float
+    rope: Callable[[], Rope | str]
 
 
 class LlamaCore:

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perdure.engine.contract import Adapter, Batch, BatchPart, Capture, Floats, Outcome, TokenRows
 from perdure.engine.key_values import Rope
-from perdure.engine.llama.core import LlamaCore
+from perdure.engine.llama.core import CoreKeywords, LlamaCore
 from perdure.engine.llama.native import library
 from perdure.engine.llama.weights import Weights
 from perdure.errors import EngineError, InvalidInputError
@@ -99,7 +99,9 @@ class _LayerCore(LlamaCore):
 class _ModelCore(LlamaCore):
     """The model, which gives out a hidden state for each token."""
 
-    def __init__(self, weights: Weights, params: Any, memory: MemorySpec, **options: Any) -> None:
+    def __init__(
+        self, weights: Weights, params: Any, memory: MemorySpec, **options: Unpack[CoreKeywords]
+    ) -> None:
         super().__init__(weights, params, memory, **options)
         self._hidden_address = self._lib.quick("llama_get_embeddings_nextn_ith")
         self._lib.llama_set_embeddings_nextn(self._context, True, False)
@@ -151,7 +153,9 @@ class NextTokenCore:
     before it: zeros stand for that one.
     """
 
-    def __init__(self, weights: Weights, params: Any, memory: MemorySpec, **options: Any) -> None:
+    def __init__(
+        self, weights: Weights, params: Any, memory: MemorySpec, **options: Unpack[CoreKeywords]
+    ) -> None:
         self.model = _ModelCore(weights, params, memory, **options)
         try:
             self.layers = self.model.open_layers(weights, params)
