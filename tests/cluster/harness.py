@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 import pytest
@@ -268,9 +269,14 @@ def haproxy_program() -> str:
     return found
 
 
+class Router(NamedTuple):
+    server: Server
+    url: str
+
+
 @contextmanager
-def haproxy(folder: Path, ports: Iterable[int]) -> Iterator[str]:
-    """HAProxy with the configuration of deploy/cluster, but for addresses; its URL."""
+def haproxy(folder: Path, ports: Iterable[int]) -> Iterator[Router]:
+    """HAProxy with the configuration of deploy/cluster, but for addresses."""
     found, port = haproxy_program(), free_port()
     servers = "\n".join(f"    server r{each} 127.0.0.1:{each}" for each in ports)
     text = CONFIG.read_text().replace("bind :8080", f"bind 127.0.0.1:{port}")
@@ -278,6 +284,6 @@ def haproxy(folder: Path, ports: Iterable[int]) -> Iterator[str]:
     (folder / "haproxy.cfg").write_text(text)
     server = Server([found, "-db", "-f", str(folder / "haproxy.cfg")], port, folder / "haproxy.log")
     try:
-        yield f"http://127.0.0.1:{port}"
+        yield Router(server, f"http://127.0.0.1:{port}")
     finally:
         server.kill()

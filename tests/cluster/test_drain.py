@@ -113,10 +113,10 @@ def test_one_to_four_and_back_without_a_failed_request(
     outcome, seconds = Outcome(), soak_seconds(20)
     with (
         replicas(postgres.url(tmp_path / "r0", lease=5), tmp_path, 4) as running,
-        haproxy(tmp_path, [each.port for each in running]) as url,
+        haproxy(tmp_path, [each.port for each in running]) as router,
     ):
         drain(running[1:])
-        with talking(url, outcome, 16):
+        with talking(router.url, outcome, 16):
             for _ in range(2):
                 for each in running[1:]:
                     each.start()
@@ -125,7 +125,7 @@ def test_one_to_four_and_back_without_a_failed_request(
                 drain(running[1:])
                 time.sleep(seconds / 4)
         print(outcome)
-        check(url, outcome)
+        check(router.url, outcome)
     assert set(outcome.seen) == {"200"}
 
 

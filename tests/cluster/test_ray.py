@@ -50,6 +50,8 @@ def ray_serve(postgres: PostgresServer, folder: Path, **replicas: Any) -> Iterat
     # A machine that has other work, too, takes its time to start all these processes.
     os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "120")
     os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S", "60")
+    # By Ray's own default replicas have the least priority.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     port = free_port()
     paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
     with pytest.MonkeyPatch.context() as patch:
@@ -66,7 +68,8 @@ def ray_serve(postgres: PostgresServer, folder: Path, **replicas: Any) -> Iterat
                     raise
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("ray.serve._private.api.HTTP_PROXY_TIMEOUT", 600)
+            for name in ("api", "client"):
+                patch.setattr(f"ray.serve._private.{name}.HTTP_PROXY_TIMEOUT", 600)
             serve.start(http_options={"host": "127.0.0.1", "port": port})
         config = ClusterConfig.from_dict(
             {

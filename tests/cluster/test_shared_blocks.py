@@ -16,11 +16,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import perdure
 from cache.test_tiers import PROMPT, ask
 from cluster.proxy import Proxy
 from cluster.servers import PostgresServer, RedisServer, redis_server
 from perdure.backend import LocalBackend
 from perdure.cache.tiers import shared
+from perdure.cache.tiers.disk import DiskTier
 from perdure.cache.tiers.places import DirectoryPlace, Place, RedisPlace, open_place, parse_place
 from perdure.cache.tiers.shared import Seal, SharedTier
 from perdure.cache.tiers.write_behind import WriteBehind
@@ -452,6 +454,28 @@ def test_a_session_sleeps_on_one_machine_and_wakes_on_another(
         assert reply.reuse.tiers.get("shared", 0) >= 64
         # What came from there is on this machine's own disk from now on.
         assert talk.session("alice").turns == 2
+
+
+def test_with_no_room_on_its_disk_a_machine_keeps_state_in_shared_places_alone(
+    postgres: PostgresServer, tmp_path: Path
+) -> None:
+    """What lies on the machine's own disk is not encrypted: there is nothing then."""
+    first, place = postgres.url(tmp_path / "m0"), f"file://{tmp_path}/shared"
+    with perdure.open(ToyModel(), n_ctx=1024, slots=1, store=first, blocks=[place], store_bytes=0) as runtime:
+        session = runtime.session("one")
+        session.say("Some words, enough of them for a block or two of state. " * 4, max_tokens=4)
+        session.sleep()
+        tokens = session.token_count
+    assert not [path for path in (tmp_path / "m0" / "blocks").rglob("*") if path.is_file()]
+    with closing(DiskTier(tmp_path / "m0", budget=0, readonly=True)) as disk:
+        assert len(disk) == 0
+    second = first.replace("%2Fm0", "%2Fm1")
+    with perdure.open(
+        ToyModel(), n_ctx=1024, slots=1, store=second, blocks=[place], store_bytes=0
+    ) as runtime:
+        runtime.backend.slot_cache.tiers.lower[-1].tier.refresh()  # type: ignore[attr-defined]
+        report = runtime.session("one").wake()
+        assert sum(report.tiers.values()) >= tokens - 1, report
 
 
 def test_a_place_needs_the_key_of_a_cluster(tmp_path: Path) -> None:
