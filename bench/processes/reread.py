@@ -17,8 +17,8 @@ from perdure import Template
 from perdure.chat.chat_format import ChatFormat
 from perdure.chat.formats.registry import detect
 from perdure.chat.message import Message, Tool, ToolCall
-from perdure.chat.normaliser import capabilities
 from perdure.chat.options import ChatOptions
+from perdure.chat.template.capabilities import capabilities
 from perdure.chat.transcript import shared_length
 from perdure.testing.toy import ToyModel
 

@@ -121,7 +121,12 @@ def _meaning(error: OSError, path: Path, needed: int) -> StoreError:
             "Free some space, or give the store a smaller budget",
             needed=needed,
         )
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+    if error.errno == errno.EROFS:
+        return StoreReadOnlyError(
+            f"{path} is on a file system that is read-only: have it mounted for writing. A disk that fails "
+            "is made so by the system, whose log then says why"
+        )
+    if error.errno in (errno.EACCES, errno.EPERM):
         return StoreReadOnlyError(
             f"{path} cannot be read or written: {error.strerror}. Check who owns it, and its permissions"
         )

@@ -23,11 +23,12 @@ from perdure.checks import check_whole, is_whole
 from perdure.config import N_CTX, QUEUE, SLOTS, STORE_BYTES
 from perdure.decode.embedding import EmbeddingFuture, EmbeddingQueue
 from perdure.decode.engine_loop import CHUNK, STALL, EngineLoop
+from perdure.decode.output_queue import OutputQueue
 from perdure.decode.request import Request, check_prompt_size
 from perdure.decode.speculation.draft_model import ModelDrafter, check_vocabulary
 from perdure.decode.speculation.drafter import Drafter
 from perdure.decode.speculation.ngrams import NgramDrafter
-from perdure.decode.stream import OutputQueue, Stream, one_request
+from perdure.decode.stream import Stream, one_request
 from perdure.engine.adapters import PLAIN, AdapterTable, Scales
 from perdure.engine.context import Context
 from perdure.engine.contract import ContextKeywords, Tokenizer, Tokens

@@ -14,11 +14,11 @@ from cluster.servers import PostgresServer
 from perdure import CorruptStateError, InvalidInputError, Turn
 from perdure.cli.app import app
 from perdure.errors import StoreError
+from perdure.sessions.history import TurnReference
 from perdure.sessions.store.base import RESPONSE, SessionStore
 from perdure.sessions.store.migrate import Migration
 from perdure.sessions.store.registry import migrate, open_store, store_folder, verify
 from perdure.sessions.store.sql.store import SqlStore
-from perdure.sessions.turn import TurnReference
 from sessions.test_store_contract import START, created, turns
 
 

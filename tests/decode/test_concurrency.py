@@ -20,10 +20,10 @@ import perdure
 from decode.observed import check_delivery, check_idle, read
 from inside import inside
 from perdure import LogitsView, Model, Reply, Runtime, Stream, models
+from perdure.decode.output_queue import OutputQueue
 from perdure.decode.request import Processor
 from perdure.decode.sampling.sampler import Sampler
 from perdure.decode.sequence import SequenceGroup, TokenSequence
-from perdure.decode.stream import OutputQueue
 from perdure.testing.toy import ToyModel
 
 Row = NDArray[np.float32]

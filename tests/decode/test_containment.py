@@ -10,9 +10,10 @@ import pytest
 from decode.observed import check_idle, open_toy
 from decode.unexpected import ERRORS, PLACES, plant
 from perdure import Runtime
+from perdure.decode.output_queue import OutputQueue, notify
 from perdure.decode.request import Reply
 from perdure.decode.sampling.sampler import draw, draw_together
-from perdure.decode.stream import OutputQueue, Stream, notify
+from perdure.decode.stream import Stream
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
 

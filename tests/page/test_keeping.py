@@ -143,6 +143,31 @@ def test_the_operator_sees_who_uses_what_and_a_key_is_changed(open_page: OpenPag
         assert rt.sessions.store.has("ada", user.name)
 
 
+def test_who_has_used_up_a_day_still_reads_and_keeps_the_message(open_page: OpenPage, tmp_path: Path) -> None:
+    ada, ada_key = new_key("ada", tokens_per_day=1)
+    with open_words(store=tmp_path) as rt, live_server(rt, keys=Keys([ada_key])) as server:
+        rt.session("old talk", namespace="ada").say("hello there")
+        with server.client(ada) as client:
+            assert client.post("/v1/chat/completions", json=hello()).status_code == 200
+        user = open_page(server, "/#/c/old%20talk")
+        user.expected += ["status of 401 ", "status of 429 "]
+        user.page.get_by_label("Key", exact=True).fill(ada)
+        user.button("Use this key").click()
+        # The conversation that the address names, though its first request was refused.
+        expect(user.replies).to_have_count(1)
+        user.say("more words")
+        expect(user.pending.get_by_role("alert")).to_contain_text("00:00 UTC")
+        expect(user.page.get_by_label("Message", exact=True)).to_have_value("more words")
+        assert len(rt.session("old talk", namespace="ada").history()) == 1
+
+
+def test_a_reply_that_its_limit_ended_says_so(open_page: OpenPage, served: LiveServer) -> None:
+    user = open_page(served)
+    user.set(max_tokens="4")
+    user.ask("hello")
+    expect(user.turn(1)).to_contain_text("Cut at the length limit")
+
+
 def test_the_machine_shows_which_models_it_could_run(open_page: OpenPage, served: LiveServer) -> None:
     user = open_page(served, "/#/machine")
     table = user.page.get_by_role("region", name="Models to choose from")

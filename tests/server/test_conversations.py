@@ -209,6 +209,43 @@ def test_chat_completions_and_responses_keep_conversations_too(server: LiveServe
         assert sessions(client) == {"opencode:oc": 1, "codex:cx": 1, "open-webui:ow": 1}
 
 
+def test_what_open_webui_sends_is_answered(server: LiveServer) -> None:
+    """By its source, 0.12.4 (`routers/openai.py`): the list of models, a stream, and Continue."""
+    headers = {
+        "x-openwebui-user-name": "Ada",
+        "x-openwebui-user-id": "1",
+        "x-openwebui-user-email": "ada@example.org",
+        "x-openwebui-user-role": "user",
+        "x-openwebui-chat-id": "ow",
+    }
+    said = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Hello."}]
+    with server.client() as client:
+        [model] = client.get("/v1/models", headers=headers).json()["data"]
+        body = {
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "model": model["id"],
+            "messages": said,
+            "max_tokens": 4,
+            "temperature": 0.8,
+            "top_p": 0.9,
+            "stop": ["###"],
+            "seed": 7,
+            "frequency_penalty": 0.1,
+            "logit_bias": {"5": -100},
+            "user": {"name": "Ada", "id": "1", "email": "ada@example.org", "role": "user"},
+        }
+        answer = client.post("/v1/chat/completions", json=body, headers=headers)
+        assert answer.status_code == 200, answer.text
+        assert answer.text.endswith("data: [DONE]\n\n")
+        assert '"usage":{' in answer.text
+        assert sessions(client) == {"open-webui:ow": 1}
+        begun = [*said, {"role": "assistant", "content": "Well"}]
+        more = {"messages": begun, "continue_final_message": True, "add_generation_prompt": False}
+        answer = client.post("/v1/chat/completions", json={**body, **more}, headers=headers)
+        assert answer.status_code == 200, answer.text
+
+
 CODEX = {"thread-id": "t1"}
 
 

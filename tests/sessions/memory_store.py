@@ -27,9 +27,10 @@ from perdure.errors import (
     StoreError,
     StoreReadOnlyError,
 )
+from perdure.sessions.history import TurnPage, TurnReference
 from perdure.sessions.info import SessionInfo, SessionMemory, Tree, TreeTurn, parse_turn_id, turn_id
 from perdure.sessions.store.base import RESPONSE, NamespaceSize, Quota
-from perdure.sessions.turn import FIRST, Turn, TurnPage, TurnReference
+from perdure.sessions.turn import FIRST, Turn
 
 
 @dataclass(frozen=True)

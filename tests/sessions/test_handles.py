@@ -11,8 +11,9 @@ import pytest
 
 from perdure import InvalidInputError, Session, SessionBusyError, SessionNotFoundError
 from perdure.sessions import sessions as sessions_module
+from perdure.sessions.history import TurnReference
 from perdure.sessions.store.sqlite.store import SqliteStore
-from perdure.sessions.turn import Turn, TurnReference
+from perdure.sessions.turn import Turn
 from sessions.database import index_of
 from sessions.talking import ASK, said, talking
 from subjects import Subject

@@ -5,13 +5,14 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
 
 import perdure
 from perdure.errors import StoreError, StoreFullError
+from perdure.sessions.store.sqlite.store import SqliteStore
 from perdure.testing.toy import ToyModel
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
@@ -69,6 +70,22 @@ def test_class_4_a_disk_that_is_really_full_loses_nothing_that_was_acknowledged(
         filler.unlink()
         assert say("last")
     assert said(disk) == kept
+
+
+def test_class_4_a_disk_that_becomes_read_only_loses_nothing_and_is_used_again(disk: Path) -> None:
+    """As systems do where a disk fails: what is there is read, what is new is refused in words."""
+    mount("-t", "tmpfs", "-o", "size=64m", "none", disk)
+    with opened(disk) as runtime:
+        assert runtime.session("alice").say("first", max_tokens=2).kept
+    mount("-o", "remount,ro", disk)
+    with pytest.raises(StoreError, match="read-only"):
+        opened(disk).close()
+    with closing(SqliteStore(disk / "store", readonly=True)) as store:
+        assert [each.name for each in store.list("")] == ["alice"]
+    mount("-o", "remount,rw", disk)
+    with opened(disk) as runtime:
+        assert runtime.session("alice").say("last", max_tokens=2).kept
+    assert said(disk) == ["first", "last"]
 
 
 def test_class_4_a_disk_that_is_unmounted_while_it_is_used_loses_nothing(disk: Path, tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ import pytest
 from decode.observed import outcome
 from decode.unexpected import ERRORS, PLACES
 from perdure import PerdureError
+from perdure.decode.output_queue import OutputQueue, notify
 from perdure.decode.request import Delta
-from perdure.decode.stream import OutputQueue, notify
 from perdure.events.hub import Subscription
 from perdure.worker import service
 from perdure.worker.connection import Connection

@@ -242,18 +242,21 @@ export class ApiError extends Error {
 }
 
 const KEY = "perdure-key";
-let wantsKey: (wrong: boolean) => Promise<string> = () => Promise.reject(new ApiError(401, texts.key.title));
+type AskKey = (wrong: boolean) => Promise<string>;
+let offer: (ask: AskKey) => void;
+/** What asks for a key. A refusal can come before it is on the screen, and waits for it. */
+const wantsKey = new Promise<AskKey>((resolve) => (offer = resolve));
 let asking: Promise<string> | null = null;
 /** Whether a key is in use, which can be changed. */
 export const hasKey = new Value(sessionStorage.getItem(KEY) !== null);
 
 /** What asks the user for a key. It is asked once, however many requests wait for it. */
-export function onKeyWanted(ask: (wrong: boolean) => Promise<string>): void {
-  wantsKey = ask;
+export function onKeyWanted(ask: AskKey): void {
+  offer(ask);
 }
 
 async function newKey(wrong: boolean): Promise<void> {
-  asking ??= wantsKey(wrong).finally(() => {
+  asking ??= wantsKey.then((ask) => ask(wrong)).finally(() => {
     asking = null;
   });
   sessionStorage.setItem(KEY, await asking);

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from perdure.chat.formats.registry import detect
 from perdure.chat.message import Message
-from perdure.chat.normaliser import capabilities
 from perdure.chat.parsing.learned import CallForm, learn
+from perdure.chat.template.capabilities import capabilities
 from perdure.chat.template.template import Template, TemplateRenderer
 from perdure.errors import PerdureError
 

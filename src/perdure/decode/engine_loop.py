@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from perdure.checks import is_whole
 from perdure.config import QUEUE
 from perdure.decode.executor import Executor
+from perdure.decode.output_queue import OutputQueue
 from perdure.decode.request import Request
 from perdure.decode.sampling.grammar import Grammars
 from perdure.decode.sampling.stage import BreakerTable
@@ -36,7 +37,6 @@ from perdure.decode.slots import FreshSlots, Slots
 from perdure.decode.speculation.drafter import Drafter
 from perdure.decode.speculation.speculator import Speculator
 from perdure.decode.step_events import StepEvents
-from perdure.decode.stream import OutputQueue
 from perdure.engine.adapters import AdapterTable
 from perdure.engine.context import Context
 from perdure.engine.model import Model

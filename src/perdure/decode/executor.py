@@ -14,6 +14,7 @@ from typing import TypeAlias
 import numpy as np
 
 from perdure import system
+from perdure.decode.output_queue import notify
 from perdure.decode.sampling.sampler import CompiledChain, Sampler, draw, draw_together
 from perdure.decode.sampling.stage import Candidates
 from perdure.decode.scheduler import TIMED, Budget, Chunk, PrefillPacer, Step
@@ -21,7 +22,6 @@ from perdure.decode.sequence import SequenceGroup, TokenSequence
 from perdure.decode.slots import SlotAssignment, Slots
 from perdure.decode.speculation.speculator import Speculator
 from perdure.decode.step_events import Drawing, StepEvents
-from perdure.decode.stream import notify
 from perdure.engine.context import Context, Feed
 from perdure.engine.contract import Rows
 from perdure.errors import DecodeCancelled, InvalidInputError, PerdureError

@@ -14,13 +14,13 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
+from perdure.decode.output_queue import Canceller, OutputQueue
 from perdure.decode.request import Delta, FinishReason, Reply, Request, Timings, TokenLogprob, Usage
 from perdure.decode.sampling.grammar import Grammars, Matcher
 from perdure.decode.sampling.sampler import CompiledChain, Sampler, Shown
 from perdure.decode.sampling.stage import BreakerTable, Candidates
 from perdure.decode.slots import PendingPrefix, ReuseReport, SlotAssignment
 from perdure.decode.stops import RepetitionGuard, TextStream
-from perdure.decode.stream import Canceller, OutputQueue
 from perdure.engine.adapters import AdapterSet, AdapterTable
 from perdure.engine.context import Context
 from perdure.engine.contract import Floats, token_array

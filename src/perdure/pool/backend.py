@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 from perdure.cache.prefix_cache import PrefixCacheCalls
 from perdure.decode.embedding import EmbeddingFuture
+from perdure.decode.output_queue import OutputQueue
 from perdure.decode.request import Request
-from perdure.decode.stream import OutputQueue
 from perdure.engine.adapters import Scales
 from perdure.engine.contract import Tokenizer, Tokens
 from perdure.errors import ClosedError

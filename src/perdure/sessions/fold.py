@@ -15,7 +15,8 @@ from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.decode.request import Reply, Request
 from perdure.decode.stream import DeltaReader, Stream
 from perdure.errors import ContextOverflow, SessionError
-from perdure.sessions.turn import History, Turn, context
+from perdure.sessions.history import History
+from perdure.sessions.turn import Turn, context
 
 HEADING = "Summary of the conversation so far:"
 

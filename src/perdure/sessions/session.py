@@ -55,19 +55,11 @@ from perdure.sessions.fold import (
     summarised,
     turns_to_compact,
 )
+from perdure.sessions.history import History, TurnReference
 from perdure.sessions.info import SessionInfo, SessionMemory
 from perdure.sessions.session_view import SessionView, StoreHost, count_turns
 from perdure.sessions.store.base import RESPONSE
-from perdure.sessions.turn import (
-    History,
-    Said,
-    Turn,
-    TurnReference,
-    added,
-    plain_settings,
-    portable_settings,
-    said_messages,
-)
+from perdure.sessions.turn import Said, Turn, added, plain_settings, portable_settings, said_messages
 
 S = TypeVar("S")
 P = ParamSpec("P")

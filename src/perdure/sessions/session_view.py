@@ -21,9 +21,10 @@ from perdure.errors import (
     SessionNotFoundError,
     StoreError,
 )
+from perdure.sessions.history import History, Read, TurnPage, TurnReference
 from perdure.sessions.info import SessionInfo
 from perdure.sessions.store.base import SessionStore, each_turn
-from perdure.sessions.turn import History, Read, Turn, TurnPage, TurnReference, context, transcript
+from perdure.sessions.turn import Turn, context, transcript
 
 
 class StoreHost(Protocol):

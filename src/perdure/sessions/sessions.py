@@ -27,19 +27,13 @@ from perdure.errors import (
     TemplateError,
 )
 from perdure.sessions.export import read_export
+from perdure.sessions.history import TurnReference
 from perdure.sessions.importing import ImportResult, check_settings, take_state, why_not_tokens
 from perdure.sessions.info import SessionInfo, SessionMemory, Tree, check_session_name, parse_address
 from perdure.sessions.session import Session
 from perdure.sessions.store.base import RESPONSE, SessionStore
 from perdure.sessions.store.registry import open_store
-from perdure.sessions.turn import (
-    Turn,
-    TurnReference,
-    portable_settings,
-    said_messages,
-    transcript,
-    without_tokens,
-)
+from perdure.sessions.turn import Turn, portable_settings, said_messages, transcript, without_tokens
 
 _SAVED_AT_ONCE = 256
 """Tokens that a session has grown by when its state is next written."""

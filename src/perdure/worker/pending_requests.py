@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from perdure.decode.embedding import EmbeddingFuture
+from perdure.decode.output_queue import NAP, Canceller, OutputQueue, notify
 from perdure.decode.request import Delta, FinishReason, Reply, Request, Timings, TokenLogprob, Usage
 from perdure.decode.slots import ReuseReport
-from perdure.decode.stream import NAP, Canceller, OutputQueue, notify
 from perdure.errors import BusyError, ClosedError, EngineDiedError, InvalidInputError
 from perdure.events.event import Ended
 from perdure.events.hub import EventHub

@@ -23,9 +23,10 @@ from perdure.cache.cache_view import BlockInfo, PrefixRun, SlotState
 from perdure.cache.prefix_cache import CacheStats, PrefixCacheCalls
 from perdure.config import QUEUE
 from perdure.decode.embedding import EmbeddingFuture
+from perdure.decode.output_queue import OutputQueue
 from perdure.decode.request import Request
 from perdure.decode.slots import KeptPrefix, Plan, ReuseReport, TierUsage
-from perdure.decode.stream import OutputQueue, result_of
+from perdure.decode.stream import result_of
 from perdure.engine import registry
 from perdure.engine.adapters import Scales
 from perdure.engine.contract import LoadingKeywords, Tokenizer, Tokens, check_token

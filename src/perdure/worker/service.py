@@ -11,8 +11,8 @@ from typing import Any
 
 from perdure.backend import Backend
 from perdure.decode.embedding import EmbeddingFuture, Embeddings
+from perdure.decode.output_queue import OutputQueue
 from perdure.decode.request import Reply
-from perdure.decode.stream import OutputQueue
 from perdure.engine.contract import Tokenizer
 from perdure.errors import EngineError, InvalidInputError
 from perdure.events.hub import Subscription

@@ -39,8 +39,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from perdure.sessions.history import TurnPage, TurnReference
 from perdure.sessions.info import SessionInfo, SessionMemory, Tree
-from perdure.sessions.turn import FIRST, Turn, TurnPage, TurnReference
+from perdure.sessions.turn import FIRST, Turn
 
 RESPONSE = "response"
 """The kind of a session that is a stored response: found by its name, and not listed."""

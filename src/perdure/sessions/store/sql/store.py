@@ -17,6 +17,7 @@ from perdure.errors import (
     SessionExistsError,
     SessionNotFoundError,
 )
+from perdure.sessions.history import TurnPage, TurnReference
 from perdure.sessions.info import SessionInfo, SessionMemory, Tree
 from perdure.sessions.store.base import RESPONSE, NamespaceSize, Quota
 from perdure.sessions.store.sql.database import Check, Database, Dialect, Numbers
@@ -38,7 +39,7 @@ from perdure.sessions.store.sql.tables import (
     text_rows,
     valid_text,
 )
-from perdure.sessions.turn import FIRST, Turn, TurnPage, TurnReference
+from perdure.sessions.turn import FIRST, Turn
 
 _SEARCHED = 64
 """Sessions that a search reads at a time."""

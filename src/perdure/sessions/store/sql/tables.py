@@ -17,9 +17,10 @@ from perdure.chat.message import Message
 from perdure.chat.transcript import Transcript
 from perdure.checks import is_whole
 from perdure.errors import CorruptStateError, InvalidInputError, SessionNotFoundError
+from perdure.sessions.history import TurnPage, TurnReference
 from perdure.sessions.info import ID_BYTES, SessionInfo, SessionMemory, Tree, TreeTurn, parse_turn_id, turn_id
 from perdure.sessions.store.sql.database import Database, Dialect, Numbers
-from perdure.sessions.turn import FIRST, Turn, TurnPage, TurnReference, pack_tokens
+from perdure.sessions.turn import FIRST, Turn, pack_tokens
 
 Rows = Callable[..., list[tuple[Any, ...]]]
 """Runs a query with its values."""
