@@ -159,8 +159,8 @@ def tune(
 ) -> None:
     """Find the settings with which a model is fastest here.
 
-    Tries threads, step sizes, K/V types and, with a GPU, placements: a minute of each. The result is remembered,
-    and used whenever the model is opened on this machine, unless you set something else. Run it when it is idle.
+    Tries threads, step sizes, K/V types and, with a GPU, placements, for a minute or two. The result is
+    remembered for this model and machine, and used unless you set something else. Run it on an idle machine.
     """
     from perdure.cli.output import terminal
     from perdure.engine import tuning
