@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from perdure.cli.commands.serve import _named_adapter
 from perdure.cli.options.groups import EngineOptions
 from perdure.errors import InvalidInputError
+from perdure.pool import named_adapter
 
 Names = Callable[[str], Path]
 
@@ -53,10 +53,10 @@ def test_options_become_one_set(zoo_path: Names) -> None:
 
 
 def test_a_name_for_clients_is_a_name() -> None:
-    assert _named_adapter("pirate=p.gguf:0.5") == ("pirate", ("p.gguf", 0.5))
+    assert named_adapter("pirate=p.gguf:0.5") == ("pirate", ("p.gguf", 0.5))
     for wrong in ("p.gguf", "a/b=p.gguf", "=p.gguf", "pirate=", "p.gguf=p.gguf"):
         with pytest.raises(InvalidInputError):
-            _named_adapter(wrong)
+            named_adapter(wrong)
 
 
 def test_the_config_file_has_adapters(

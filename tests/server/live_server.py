@@ -55,7 +55,7 @@ def live_server(runtime: Runtime, *, keys: Keys | None = None, **settings: Any) 
         settings.setdefault("defaults", ReplyDefaults(settle=int(settle)))
     limits = Limits(**{name: settings.pop(name) for name in list(settings) if name in names})
     app_state = AppState(
-        runtime=runtime, name="toy", limits=limits, keys=keys or Keys(), **{"debug": True, **settings}
+        runtime=runtime, limits=limits, keys=keys or Keys(), **{"debug": True, "name": "toy", **settings}
     )
     listening = bind("127.0.0.1", 0)
     listening.listen(1024)

@@ -1,7 +1,16 @@
 """Several models of one process, loaded when they are asked for and let go when they are not."""
 
 from perdure.pool.pool import ModelFacts, ModelPool, PooledModel, facts_of
-from perdure.pool.spec import ModelSpec, Selection, check_aliases, parse_duration, parse_size, read_selection
+from perdure.pool.spec import (
+    ModelSpec,
+    Selection,
+    check_aliases,
+    named_adapter,
+    parse_duration,
+    parse_size,
+    read_selection,
+    with_adapters,
+)
 
 __all__ = [
     "ModelFacts",
@@ -11,7 +20,9 @@ __all__ = [
     "Selection",
     "check_aliases",
     "facts_of",
+    "named_adapter",
     "parse_duration",
     "parse_size",
     "read_selection",
+    "with_adapters",
 ]

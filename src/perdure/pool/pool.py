@@ -16,6 +16,7 @@ from typing import Any, Literal, cast
 from perdure.backend import Backend, BackendKeywords
 from perdure.config import N_CTX
 from perdure.engine import registry
+from perdure.engine.adapters import absolute_names
 from perdure.engine.contract import LoadingKeywords
 from perdure.engine.kv_loss import parse_kv_type
 from perdure.errors import ClosedError, InvalidInputError, PerdureError
@@ -106,6 +107,12 @@ class PooledModel(Residence):
         self.error: Exception | None = None
         self._pool = pool
         self._facts: ModelFacts | None = None
+
+    @property
+    def adapters(self) -> dict[str, float]:
+        """The adapters that clients may name with it, each with its scale where they name none."""
+        given = self.spec.adapters if self.spec is not None else {}
+        return {name: scale for name, (_, scale) in given.items()}
 
     @property
     def backend(self) -> Backend:
@@ -544,6 +551,8 @@ def _wanted(
         wanted["slots"] = spec.slot_count
     if spec.threads is not None:
         wanted["threads"] = spec.threads
+    if spec.adapters:
+        wanted["adapter_names"] = absolute_names({name: file for name, (file, _) in spec.adapters.items()})
     if spec.kv_type is not None:
         wanted["k_type"], wanted["v_type"] = parse_kv_type(spec.kv_type)
     loading: dict[str, Any] = dict(loading_of_all)

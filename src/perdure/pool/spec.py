@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from perdure.checks import is_number, is_whole
 from perdure.config import SLOTS
 from perdure.engine import registry
+from perdure.engine.adapters import is_name, parse_scaled
 from perdure.errors import InvalidInputError
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.:/-]{0,99}", re.ASCII)
@@ -47,6 +48,8 @@ class ModelSpec:
     """Bytes that it takes, where that is known better than it can be predicted."""
     pinned: bool = False
     """Whether it is loaded at the start, and never unloaded to make room."""
+    adapters: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+    """Files of adapters that clients may name, each with the scale that it has where a client names none."""
 
     @classmethod
     def of(cls, name: str, source: str, options: Mapping[str, Any], where: str) -> ModelSpec:
@@ -181,6 +184,32 @@ def check_aliases(aliases: Sequence[str], names: Sequence[str]) -> None:
             raise InvalidInputError(
                 f"--alias {alias!r}: {name!r} is none of the models, which are {', '.join(names)}"
             )
+
+
+def named_adapter(text: str) -> tuple[str, tuple[str, float]]:
+    """An adapter that clients may name: NAME=FILE[:SCALE]."""
+    name, equals, source = text.partition("=")
+    if not equals or not is_name(name) or not source:
+        raise InvalidInputError(
+            f"--adapter is NAME=FILE, its name of letters, digits, dots, dashes and underscores; got {text!r}"
+        )
+    return name, parse_scaled(source)
+
+
+def with_adapters(selection: Selection, given: Iterable[str]) -> Selection:
+    """Models with adapters, each as MODEL:NAME=FILE[:SCALE]."""
+    found: dict[str, dict[str, tuple[str, float]]] = {each.name: {} for each in selection.models}
+    for text in given:
+        model, colon, _ = text.partition("=")[0].rpartition(":")
+        if not colon or model not in found:
+            raise InvalidInputError(
+                f"--adapter of one of several models is MODEL:NAME=FILE, its model one of "
+                f"{', '.join(found)}; got {text!r}"
+            )
+        name, about = named_adapter(text[len(model) + 1 :])
+        found[model][name] = about
+    models = tuple(replace(each, adapters=found[each.name]) for each in selection.models)
+    return replace(selection, models=models)
 
 
 def _read(text: str, found: _Collected) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from perdure.backend import BackendKeywords
     from perdure.cli.options.live import SettingsReload
+    from perdure.engine.contract import LoadingKeywords
     from perdure.server.core.app_state import AppState
     from perdure.server.core.keys import Keys
 
@@ -127,7 +128,7 @@ def serve(
         typer.Option(
             "--adapter",
             metavar="NAME=FILE[:SCALE]",
-            help="Adapter that clients may use by NAME, or as MODEL:NAME; may be given several times.",
+            help="Adapter that clients may use by NAME or MODEL:NAME; of several models, MODEL:NAME=FILE.",
             rich_help_panel=_Engine,
         ),
     ] = None,
@@ -223,7 +224,15 @@ def serve(
     from dataclasses import replace
 
     from perdure.models.catalogue import names_of
-    from perdure.pool import ModelPool, check_aliases, parse_duration, parse_size, read_selection
+    from perdure.pool import (
+        ModelPool,
+        check_aliases,
+        named_adapter,
+        parse_duration,
+        parse_size,
+        read_selection,
+        with_adapters,
+    )
 
     try:
         from perdure.server.core.app_state import AppState
@@ -239,13 +248,14 @@ def serve(
         settings_now = live_settings(live, sampling, host=host, keys=known)
         if open_page and not page:
             raise InvalidInputError("--open needs the page; remove --no-page")
-        named = dict(map(_named_adapter, adapter or ()))
+        named = {} if models else dict(map(named_adapter, adapter or ()))
         seconds = parse_duration(keep_alive, "--keep-alive")
         selection = None
         if models:
             selection = read_selection([*((model,) if model else ()), *models])
             budget = selection.memory if memory is None else parse_size(memory, "--memory")
-            _check_several(isolated=isolated, name=name, adapters=bool(named or engine.adapters))
+            _check_several(isolated=isolated, name=name, adapters=bool(engine.adapters))
+            selection = with_adapters(selection, adapter or ())
             check_aliases(live.alias or (), [each.name for each in selection.models])
         elif memory is not None:
             raise InvalidInputError("--memory is for several models: name them with --model")
@@ -277,7 +287,7 @@ def serve(
             store=folder,
             memory=budget,
             keep_alive=seconds,
-            loading=engine.loading,
+            loading=cast("LoadingKeywords", engine.loading),
             settings={
                 "n_ctx": engine.n_ctx or N_CTX,
                 "slots": shared.parse_auto(slots) or SLOTS,
@@ -297,6 +307,7 @@ def serve(
                 keys=known,
                 page=page,
                 pool=pool,
+                adapters=first.adapters,
                 own_aliases=selection.aliases,
             )
             app_state.change(settings_now)
@@ -372,7 +383,10 @@ def _check_several(*, isolated: bool, name: str | None, adapters: bool) -> None:
     if name is not None:
         raise InvalidInputError("--name is for one model: --model NAME=FILE names one of several")
     if adapters:
-        raise InvalidInputError("adapters are for one model: serve the model with its adapters by itself")
+        raise InvalidInputError(
+            "adapters for every reply are for one model: give one of several an adapter that clients name by "
+            "--adapter MODEL:NAME=FILE"
+        )
 
 
 def _listen(
@@ -435,19 +449,6 @@ def _model_lines(app_state: AppState, isolated: bool) -> list[tuple[str, str]]:
         ("context", f"{runtime.n_ctx} tokens a request"),
         ("slots", f"{runtime.slots} requests at once"),
     ]
-
-
-def _named_adapter(text: str) -> tuple[str, tuple[str, float]]:
-    """NAME=FILE[:SCALE]."""
-    from perdure import InvalidInputError
-    from perdure.engine.adapters import is_name, parse_scaled
-
-    name, equals, source = text.partition("=")
-    if not equals or not is_name(name) or not source:
-        raise InvalidInputError(
-            f"--adapter is NAME=FILE, its name of letters, digits, dots, dashes and underscores; got {text!r}"
-        )
-    return name, parse_scaled(source)
 
 
 def _state(keys: Keys) -> str:

@@ -154,7 +154,7 @@ async def list_options() -> OptionList:
 
 @router.get("/v1/models", responses=errors())
 async def list_models(app_state: AppStateDep) -> ModelList:
-    """The models that this server has, loaded or not, and the first with each of its adapters."""
+    """The models that this server has, loaded or not, and each of them with each of its adapters."""
     models = await app_state.call(_models, app_state)
     codex = [CodexModel(slug=each.id, display_name=each.id, context_window=each.n_ctx) for each in models]
     return ModelList(data=models, first_id=models[0].id, last_id=models[-1].id, models=codex)
@@ -196,10 +196,8 @@ async def unload_model(name: str, app_state: AppStateDep, caller: CallerDep) -> 
 async def read_model(name: str, app_state: AppStateDep) -> ModelAnswer:
     model = app_state.check_model(name)
     adapter = name.rpartition(":")[2]
-    own = app_state.name if model is None else model.name
-    return await app_state.call(
-        _model, app_state, own, model, adapter if adapter in app_state.adapters else None
-    )
+    view = app_state if model is None else app_state.of_model(model)
+    return await app_state.call(_model, view, view.name, model, adapter if adapter in view.adapters else None)
 
 
 @router.post("/tokenize", responses=errors(404), tags=["tokens"])
@@ -223,8 +221,11 @@ async def detokenize(asked: DetokenizeRequest, app_state: ServedDep, caller: Cal
 def _models(app_state: AppState) -> list[ModelAnswer]:
     found = [_model(app_state, model.name, model) for model in app_state.models]
     found = found or [_model(app_state, app_state.name, None)]
-    first = app_state.models[0] if app_state.models else None
-    return [*found, *(_model(app_state, app_state.name, first, adapter) for adapter in app_state.adapters)]
+    views = [(app_state.of_model(model), model) for model in app_state.models] or [(app_state, None)]
+    return [
+        *found,
+        *(_model(view, view.name, model, adapter) for view, model in views for adapter in view.adapters),
+    ]
 
 
 def _model(

@@ -247,7 +247,7 @@ class AppState:
             return self
         view = copy.copy(self)
         view.runtime, view.name = model.runtime, model.name
-        view.adapters, view.short_names = {}, names_of(model.source)
+        view.adapters, view.short_names = model.adapters, names_of(model.source)
         view.model_bytes = model.facts().nbytes
         return view
 
@@ -330,8 +330,9 @@ class AppState:
         them may be followed by an adapter: `name:adapter`.
         """
         base, _, adapter = asked.rpartition(":")
-        name = self._find_model(base, namespace) if adapter in self.adapters else None
-        name = name or self._find_model(asked, namespace)
+        name = self._find_model(base, namespace) if base else None
+        if name is None or adapter not in self._adapters_of(name):
+            name = self._find_model(asked, namespace)
         if name is None:
             names = [model.name for model in self.models] or [self.name]
             has = repr(names[0]) if len(names) == 1 else ", ".join(map(repr, names[:20]))
@@ -345,6 +346,11 @@ class AppState:
                 param="model",
             )
         return None if self.pool is None else self.pool.models[name]
+
+    def _adapters_of(self, name: str) -> Mapping[str, float]:
+        """The adapters that clients may name with the model of that name."""
+        several = self.pool is not None and len(self.pool.models) > 1
+        return self.pool.models[name].adapters if several and self.pool is not None else self.adapters
 
     def _find_model(self, asked: str, namespace: str) -> str | None:
         """The own name of the model that is meant, if there is one."""
