@@ -63,12 +63,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("models", nargs="*", default=["default"], help="files or names")
     parser.add_argument("--out", type=Path, help="write the table here too")
     parser.add_argument("--threads", type=int, help="threads of the engine")
+    parser.add_argument("--template", help="the chat template of models that bring none")
     parser.add_argument("--quick", action="store_true", help="shorter replies and texts")
     asked = parser.parse_args(arguments)
     rows = []
     with Watch() as watch:
         for name in asked.models:
-            rows.append(Trial(name, threads=asked.threads, quick=asked.quick).row())
+            trial = Trial(name, threads=asked.threads, quick=asked.quick, template=asked.template)
+            rows.append(trial.row())
             print(" | ".join(rows[-1]), flush=True)
     text = f"{table(rows)}\n\n{watch.machine}"
     print(f"\n{text}")
@@ -86,8 +88,11 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 class Trial:
     """One model through everything. Each column is tried alone: one that fails costs no other."""
 
-    def __init__(self, name: str, *, threads: int | None = None, quick: bool = False) -> None:
+    def __init__(
+        self, name: str, *, threads: int | None = None, quick: bool = False, template: str | None = None
+    ) -> None:
         self.name = name
+        self._template = template
         self._threads = threads
         self._reply = 8 if quick else 32
         self._window = 64 if quick else 256
@@ -133,6 +138,7 @@ class Trial:
             exact=True,
             cache=cache,
             threads=self._threads,
+            template=self._template,
         ) as runtime:
             yield runtime
 
