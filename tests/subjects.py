@@ -28,9 +28,11 @@ Row = NDArray[np.float32]
 
 TOYS = {f"toy-{kind.name}": kind for kind in MEMORY_KINDS}
 MLX = {f"mlx-{name}": name for name in folders.FOLDERS} if folders.HERE else {}
-NAMES = [*TOYS, *zoo.names(), *MLX]
-SOAKED = [name for name in MLX if name != "mlx-llama"]
-"""Those that run over all suites only in `make soak`: each step of theirs takes milliseconds."""
+NEXT_TOKEN = ["deepseek2-mtp"]
+"""Models whose contexts have their next-token layers too."""
+NAMES = [*TOYS, *zoo.names(), *NEXT_TOKEN, *MLX]
+SOAKED = [*NEXT_TOKEN, *(name for name in MLX if name != "mlx-llama")]
+"""Those that run over all suites only in `make soak`: they take long, or tests of their own say most."""
 
 
 def every(names: Iterable[str]) -> list[Any]:
@@ -67,6 +69,7 @@ NOISE = {
     "qwen3": Noise(2.1e-4, 1e-10),
     "qwen3moe": Noise(1.5e-3, 1e-10),
     "deepseek2": Noise(1.4e-2, 1e-10),
+    "deepseek2-mtp": Noise(1.4e-2, 1e-10),
     "gemma3": Noise(2.3e-4, 1e-6),
     "mamba": Noise(1e-8, 1e-8),
     "jamba": Noise(2.1e-4, 1e-10),
@@ -196,7 +199,7 @@ class Subject:
     def routes(self) -> bool:
         """Whether tokens are sent to experts: rounding can send one to another expert, which is no bound
         on anything, so that only the fine settings tell noise from error."""
-        return self.name in ("qwen3moe", "deepseek2", "mlx-qwen3moe")
+        return self.name in ("qwen3moe", "deepseek2", "deepseek2-mtp", "mlx-qwen3moe")
 
     @property
     def kind(self) -> type[MemorySpec]:
@@ -211,6 +214,8 @@ class Subject:
         """A small context: three sequences of 96 tokens, in batches of 8."""
         if fine and isinstance(self.model, Model):
             settings |= FINE
+        if self.name in NEXT_TOKEN:
+            settings |= {"mtp": True}
         return self.model.context(**{"n_ctx": 96, "n_seq": 3, "n_batch": 8, "threads": 1, **settings})
 
     def tokens(self, count: int, seed: int = 0) -> list[int]:
@@ -229,6 +234,8 @@ def find(name: str, zoo_path: Callable[[str], Path]) -> Subject:
     model: AnyModel
     if name in MLX:
         model = open_model(zoo_path(name), {}, cells=0)
+    elif name in NEXT_TOKEN:
+        model = Model(zoo_path(name), mtp=True)
     else:
         model = ToyModel(TOYS[name]) if name in TOYS else Model(zoo_path(name))
     on_gpu = isinstance(model, Model) and model.gpu_layers > 0

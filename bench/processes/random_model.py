@@ -37,6 +37,17 @@ class Shape:
     counts: bool = False
     """Whether token n + 1 follows token n for sure: all is computed as otherwise, but the layers add nothing,
     and the output of each token is the embedding of the one before. What such a model writes is known."""
+    next_token: bool = False
+    """Whether it has a next-token layer (MTP), and is a glm4moe whose other layers have no experts. That of a
+    model that counts expects what it will write behind four of five tokens."""
+
+    @property
+    def architecture(self) -> str:
+        return "glm4moe" if self.next_token else "qwen3moe" if self.experts else "llama"
+
+    @property
+    def norms(self) -> tuple[str, str]:
+        return ("attn_norm", "post_attention_norm" if self.next_token else "ffn_norm")
 
 
 SMALL = Shape(layers=30, width=576, inner=1536, heads=9, kv_heads=3, vocabulary=49_152, type="q8_0")
@@ -78,10 +89,11 @@ def write(path: Path, shape: Shape) -> Path:
     import gguf
 
     partly = path.with_suffix(".partly")
-    writer = gguf.GGUFWriter(partly, "qwen3moe" if shape.experts else "llama")
+    writer = gguf.GGUFWriter(partly, shape.architecture)
+    layers = shape.layers + shape.next_token
     writer.add_context_length(1 << 17)
     writer.add_embedding_length(shape.width)
-    writer.add_block_count(shape.layers)
+    writer.add_block_count(layers)
     writer.add_feed_forward_length(shape.inner)
     writer.add_head_count(shape.heads)
     writer.add_head_count_kv(shape.kv_heads)
@@ -95,6 +107,14 @@ def write(path: Path, shape: Shape) -> Path:
         writer.add_expert_count(shape.experts)
         writer.add_expert_used_count(shape.used)
         writer.add_expert_feed_forward_length(shape.inner)
+    if shape.next_token:
+        writer.add_nextn_predict_layers(1)
+        writer.add_leading_dense_block_count(shape.layers)
+        # The architecture has experts in that layer: half of the width is one, half is shared.
+        writer.add_expert_shared_count(1)
+        writer.add_expert_count(1)
+        writer.add_expert_used_count(1)
+        writer.add_expert_feed_forward_length(shape.inner // 2)
     writer.add_vocab_size(shape.vocabulary)
     _add_words(writer, shape.vocabulary)
     matrices = _Matrices(shape.type)
@@ -119,6 +139,12 @@ def write(path: Path, shape: Shape) -> Path:
         "output": (shape.vocabulary, shape.width),
     }
     named |= {f"blk.{at}.{name}": size for at in range(shape.layers) for name, size in sizes.items()}
+    if shape.next_token:
+        named |= {f"blk.{shape.layers}.{name}": size for name, size in sizes.items() if name not in inner}
+        for name, whole in inner.items():
+            halved = tuple(shape.inner // 2 if each == shape.inner else each for each in whole)
+            named |= {f"blk.{shape.layers}.{name}_exps": (1, *halved)}
+            named |= {f"blk.{shape.layers}.{name}_shexp": halved}
     for name, size in named.items():
         matrix = matrices(*size)
         if shape.counts and name == "output":
@@ -133,7 +159,20 @@ def write(path: Path, shape: Shape) -> Path:
             writer.add_tensor(f"blk.{at}.ffn_gate_inp.weight", router)
             for name in ("attn_q_norm", "attn_k_norm"):
                 writer.add_tensor(f"blk.{at}.{name}.weight", np.ones(head, np.float32))
-    norms = ["output_norm", *(f"blk.{at}.{name}" for at in range(shape.layers) for name in _NORMS)]
+    if shape.next_token:
+        block = f"blk.{shape.layers}.nextn"
+        # The token counts, and not the hidden state before it.
+        of_token = np.eye(shape.width, dtype=np.float16)
+        writer.add_tensor(f"{block}.eh_proj.weight", np.hstack([of_token, np.zeros_like(of_token)]))
+        seen = matrices(shape.vocabulary, shape.width).copy()
+        wrong = np.flatnonzero(np.random.default_rng(2).random(shape.vocabulary) < _WRONG)
+        seen[wrong] = seen[np.roll(wrong, 1)]
+        writer.add_tensor(f"{block}.embed_tokens.weight", seen, raw_dtype=matrices.type)
+        writer.add_tensor(f"blk.{shape.layers}.ffn_gate_inp.weight", np.ones((1, shape.width), np.float32))
+        writer.add_tensor(f"blk.{shape.layers}.exp_probs_b.bias", np.zeros(1, np.float32))
+        for name in ("enorm", "hnorm", "shared_head_norm"):
+            writer.add_tensor(f"{block}.{name}.weight", np.ones(shape.width, np.float32))
+    norms = ["output_norm", *(f"blk.{at}.{name}" for at in range(layers) for name in shape.norms)]
     for name in norms:
         writer.add_tensor(f"{name}.weight", np.ones(shape.width, np.float32))
     writer.write_header_to_file()
@@ -144,8 +183,9 @@ def write(path: Path, shape: Shape) -> Path:
     return path
 
 
-_NORMS = ("attn_norm", "ffn_norm")
-_ADDED = ("attn_output", "ffn_down")
+_WRONG = 0.2
+"""Of the tokens: behind these a next-token layer expects another one than comes."""
+_ADDED = ("attn_output", "ffn_down", "ffn_down_exps", "ffn_down_shexp")
 """What a layer adds its outcome by."""
 
 

@@ -2,10 +2,10 @@
 
     python -m bench.speculation [MODEL] [--quick] [--threads N] [--streams N] [--only PART] [--cpu] [--server]
 
-MODEL is a file or a name (the default model without it), or `8b`, `small` or `tiny`: a model of that shape
-that needs no network. It is written under PERDURE_HOME when it is first needed (4.5 GB for 8b), computes all
-that a model of its size does, and writes token n + 1 behind token n. So an edit, a misleading text and
-a right guess are known:
+MODEL is a file or a name (the default model without it), or `32b`, `8b`, `small` or `tiny`: a model of that
+shape that needs no network. It is written under PERDURE_HOME when it is first needed (4.5 GB for 8b, 18 GB
+for 32b), computes all that a model of its size does, and writes token n + 1 behind token n. So an edit, a
+misleading text and a right guess are known:
 
     on a GPU, about 3 minutes with the writing:   python -m bench.speculation 8b --quick
     the same in small, on a CPU:                  python -m bench.speculation small --quick --threads 1
@@ -13,22 +13,26 @@ a right guess are known:
 First it says what a step of k tokens costs, in steps of one, and how much faster a reply could be at most if
 every guess were right: no way of guessing gains more on this machine. Then, each with and without guesses in
 turn: an edit of a file of about 1,000 tokens that is repeated back with changes (one token in 20 with models
-that count); free text; guesses that are right four times in five, as those of next-token layers are; many
-streams at once; JSON under a schema. `--server` has llama-server's own guesses beside them, with and without,
-on the same prompts (llama-server out of the folder that PERDURE_LLAMA names, else out of `xllamacpp`).
+that count); free text; many streams at once; JSON under a schema. `--server` has llama-server's own guesses
+beside them, with and without, on the same prompts (llama-server out of the folder that PERDURE_LLAMA names,
+else out of `xllamacpp`).
+
+For models that count, a second file of that shape has a next-token layer (MTP) that is right behind four of
+five tokens; it is compared with a runtime that does not use that layer.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
+import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import perdure
 from bench.machine import Watch
 from bench.processes.random_model import EIGHT_BILLION, SMALL, Shape, write
 from bench.speculation.peer import SpeculatingServer
@@ -37,43 +41,16 @@ from perdure import Model, Runtime
 from perdure.backend import LocalBackend
 from perdure.config import settings
 from perdure.decode.request import Reply
-from perdure.decode.sequence import TokenSequence
-from perdure.decode.speculation.drafter import Draft
-from perdure.decode.speculation.ngrams import NgramDrafter
 from perdure.engine.context import Feed
 from perdure.request_options import ADAPT
 
 N_CTX = 2048
 _TINY = Shape(layers=4, width=256, inner=768, heads=4, kv_heads=2, vocabulary=8192, type="q8_0")
-_SHAPES = {"8b": EIGHT_BILLION, "small": SMALL, "tiny": _TINY}
-
-
-class Planted:
-    """Guesses what the reply without guesses was, wrong one time in five; nothing of other prompts."""
-
-    name = "planted"
-
-    def __init__(self) -> None:
-        self.replies: dict[tuple[int, ...], Sequence[int]] = {}
-        self._dice = random.Random(1)
-
-    def draft(self, sequence: TokenSequence, count: int) -> Draft | None:
-        if not self.replies:
-            return None
-        reply = self.replies.get(tuple(sequence.request.prompt))
-        if reply is None:
-            return None
-        tokens = [
-            token if self._dice.random() < 0.8 else (token + 1) % 256
-            for token in reply[sequence.written :][:count]
-        ]
-        return Draft(tokens, 0.8, self.name) if tokens else None
-
-    def forget(self, sequence: TokenSequence) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+_LARGE = Shape(
+    layers=64, width=5120, inner=25_600, heads=64, kv_heads=8, vocabulary=151_936, type="q4_0", head=128
+)
+_SHAPES = {"32b": _LARGE, "8b": EIGHT_BILLION, "small": SMALL, "tiny": _TINY}
+_NEXT_TOKEN = "next-token layer"
 
 
 def _speed(replies: Sequence[Reply], seconds: float | None) -> float:
@@ -126,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "model", nargs="?", help="a file or a name, `8b`, `small` or `tiny`; else the default model"
+        "model", nargs="?", help="a file or a name, `32b`, `8b`, `small` or `tiny`; else the default model"
     )
     parser.add_argument("--quick", action="store_true", help="3 pairs of short replies")
     parser.add_argument("--threads", type=int)
@@ -135,10 +112,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cpu", action="store_true", help="processor time: for 1 thread on a busy machine")
     parser.add_argument("--server", action="store_true", help="llama-server's own guesses beside them")
     options = parser.parse_args(argv)
-    planted = Planted()
+    counts = options.model in _SHAPES
+    if counts and options.only and options.only in _NEXT_TOKEN:
+        _next_token(options)
+        return 0
     path = _written(options.model) if options.model in _SHAPES else options.model
     model = Model(path)
-    counts = options.model in _SHAPES
     prompts = counted(model.n_vocab, options.streams) if counts else texts(options.streams)
     if options.only in "steps":
         _steps(model, options.threads, cpu=options.cpu)
@@ -150,20 +129,46 @@ def main(argv: Sequence[str] | None = None) -> int:
         threads=options.threads,
         cache=256 << 20,
         own_model=True,
-        drafters=[planted, NgramDrafter()],
     )
     with Runtime(backend) as rt:
-        _run(rt, options, planted, prompts)
+        _run(rt, options, prompts)
         if options.server:
             with SpeculatingServer(str(model.path), threads=options.threads or 1, n_ctx=N_CTX) as server:
                 _beside(rt, server, prompts, options)
+    if counts:
+        _next_token(options)
     return 0
 
 
-def _written(name: str) -> Path:
+def _written(name: str, *, next_token: bool = False) -> Path:
     folder = settings().home / "bench"
     folder.mkdir(parents=True, exist_ok=True)
-    return write(folder / f"{name}-counts.gguf", replace(_SHAPES[name], counts=True))
+    file = folder / f"{name}-{'mtp' if next_token else 'counts'}.gguf"
+    return write(file, replace(_SHAPES[name], counts=True, next_token=next_token))
+
+
+def _next_token(options: argparse.Namespace) -> None:
+    """Guesses of a model's own next-token layer against the same model without."""
+    titles = {temperature: f"{_NEXT_TOKEN}, temperature {temperature:g}" for temperature in (0.0, 0.8)}
+    if not any(options.only in title for title in titles.values()):
+        return
+    path = _written(options.model, next_token=True)
+    count, repeats = (192, 5) if options.quick else (256, 9)
+    shared: dict[str, Any] = {"n_ctx": N_CTX, "slots": 1, "stall": 0.05, "threads": options.threads}
+    with perdure.open(path, draft="mtp", **shared) as rt, perdure.open(path, **shared) as plain:
+        for temperature, title in titles.items():
+            if options.only in title:
+                request = {"max_tokens": count, "ignore_eos": True, "seed": 1, "temperature": temperature}
+                ours, peer = _replies(rt, ADAPT, count, request), _replies(plain, 0, count, request)
+                _compare(title, 1.8, repeats, ours, peer, cpu=options.cpu)
+
+
+def _replies(
+    rt: Runtime, speculate: int, count: int, request: Mapping[str, Any]
+) -> Callable[[], Sequence[Reply]]:
+    """Replies to one prompt after the other: each counts on from elsewhere."""
+    starts = itertools.count(4000, 2 * count)
+    return lambda: [rt.submit([next(starts)], **request, speculate=speculate).reply()]
 
 
 def _steps(model: Model, threads: int | None, *, cpu: bool) -> None:
@@ -191,7 +196,7 @@ def _steps(model: Model, threads: int | None, *, cpu: bool) -> None:
     )
 
 
-def _run(rt: Runtime, options: argparse.Namespace, planted: Planted, prompts: Prompts) -> None:
+def _run(rt: Runtime, options: argparse.Namespace, prompts: Prompts) -> None:
     repeats, count = (3, 96) if options.quick else (9, 256)
 
     def asked(prompts: Sequence[Prompt], **request: Any) -> Sequence[Reply]:
@@ -215,15 +220,6 @@ def _run(rt: Runtime, options: argparse.Namespace, planted: Planted, prompts: Pr
     pair("edit, temperature 0.8", 2.5, [prompts.edit], **longer, temperature=0.8)
     pair("free text, greedy", 0.98, [prompts.free], **longer, temperature=0)
     pair("free text, temperature 0.8", 0.98, [prompts.free], **longer, temperature=0.8)
-    for name, temperature in (("greedy", 0.0), ("temperature 0.8", 0.8)):
-        known = [prompts.planted] if isinstance(prompts.planted, str) else [list(prompts.planted)]
-        request = {**plain, "temperature": temperature}
-        title = f"planted guesses, four in five right, {name}"
-        if options.only in title:
-            tokens = tuple(rt.model.tokenize(known[0]) if isinstance(known[0], str) else known[0])
-            planted.replies = {tokens: asked(known, **request)[0].tokens}
-            pair(title, 1.8, known, **request)
-            planted.replies = {}
     if options.streams > 1:
         few = {**plain, "max_tokens": count // 2}
         pair(f"{options.streams} streams", 0.99, prompts.many, **few, temperature=0.8)

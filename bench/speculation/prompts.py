@@ -55,13 +55,11 @@ class Prompts:
     free: Prompt
     """Text in which little comes twice."""
     many: Sequence[Prompt]
-    planted: Prompt
-    """One in which nothing comes twice."""
 
 
 def texts(streams: int) -> Prompts:
     """For a model that can write."""
-    return Prompts(EDIT, FREE, [f"{FREE} number {at}" for at in range(streams)], f"{FREE} once")
+    return Prompts(EDIT, FREE, [f"{FREE} number {at}" for at in range(streams)])
 
 
 def counted(n_vocab: int, streams: int, length: int = 1000) -> Prompts:
@@ -74,4 +72,4 @@ def counted(n_vocab: int, streams: int, length: int = 1000) -> Prompts:
     for at in range(start, start + length // 2, _FALSE):
         free += [at, at + 1, at + 2, dice.choice(others)]
     many = [[_FIRST + 300 * at + step for step in range(16)] for at in range(streams)]
-    return Prompts([*file, _FIRST], [*free, start - 1], many, [start + 2 * length])
+    return Prompts([*file, _FIRST], [*free, start - 1], many)

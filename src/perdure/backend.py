@@ -27,11 +27,12 @@ from perdure.decode.output_queue import OutputQueue
 from perdure.decode.request import Request, check_prompt_size
 from perdure.decode.speculation.draft_model import ModelDrafter, check_vocabulary
 from perdure.decode.speculation.drafter import Drafter
+from perdure.decode.speculation.next_token import NextTokenDrafter
 from perdure.decode.speculation.ngrams import NgramDrafter
 from perdure.decode.stream import Stream, one_request
 from perdure.engine.adapters import PLAIN, AdapterTable, Scales
 from perdure.engine.context import Context
-from perdure.engine.contract import ContextKeywords, Tokenizer, Tokens
+from perdure.engine.contract import ContextKeywords, LoadingKeywords, Tokenizer, Tokens
 from perdure.engine.kv_loss import check_kv_type
 from perdure.engine.model import Model
 from perdure.engine.registry import open_model
@@ -83,6 +84,21 @@ class BackendKeywords(ContextKeywords, total=False):
     adapters: Mapping[str, float] | None
     adapter_names: Mapping[str, str] | None
     draft: str | Model | None
+
+
+NEXT_TOKEN = "mtp"
+"""What `draft` is for a model's own next-token layers."""
+
+
+def resolve_draft(
+    loading: LoadingKeywords, settings: BackendKeywords
+) -> tuple[LoadingKeywords, BackendKeywords]:
+    """The same, with what a `draft` by the model's own layers asks of the model and of its context."""
+    if settings.get("draft") != NEXT_TOKEN:
+        return loading, settings
+    settings = {**settings, "mtp": True}
+    del settings["draft"]
+    return {**loading, "mtp": True}, settings
 
 
 class Backend(Protocol):
@@ -157,8 +173,9 @@ class LocalBackend:
         """`adapters` are used where a request names none, and `adapter_names` are files by the names that
         requests may use. With `own_blocks` the model's blocks are in a folder of their own inside the store,
         so that engines of other models can write to theirs. `blocks` are places of several machines, behind
-        the disk in this order, and `blocks_key` is what seals state there. `draft` is a smaller model that
-        guesses ahead where n-grams have no guess; `drafters` guess instead of both."""
+        the disk in this order, and `blocks_key` is what seals state there. Where n-grams have no guess, the
+        model's own next-token layers guess (`mtp`, of the context), then `draft`, a smaller model; `drafters`
+        guess instead of all of these."""
         self.model = model
         self.exact = exact
         self.events = EventHub()
@@ -170,6 +187,8 @@ class LocalBackend:
         _bytes("store_bytes", store_bytes)
         if swap_slots is not None:
             check_whole("swap_slots", swap_slots, 0)
+        if exact and (draft is not None or context.get("mtp")):
+            raise InvalidInputError("an exact runtime does not guess ahead: leave draft or exact out")
         context = tuned(model, context)
         check_kv_type(
             model,
@@ -188,6 +207,8 @@ class LocalBackend:
             undo.callback(self.context.close)
             if drafters is None:
                 drafters = [NgramDrafter()]
+                if self.context.guesses:
+                    drafters.append(NextTokenDrafter(self.context))
                 if draft is not None:
                     drafters.append(_draft_model(draft, self, context.get("threads")))
                     undo.callback(drafters[-1].close)
@@ -339,8 +360,6 @@ def _disk_tiers(store: Path, digest: str, budget: int, own_blocks: bool) -> list
 
 def _draft_model(draft: str | Model, backend: LocalBackend, threads: int | None) -> Drafter:
     """A drafter by a smaller model, which is opened unless it is."""
-    if backend.exact:
-        raise InvalidInputError("an exact runtime does not guess ahead: leave draft or exact out")
     n_ctx, n_seq = backend.context.n_ctx, backend.context.n_seq
     model = open_model(draft, {}, cells=n_ctx * n_seq) if isinstance(draft, str) else draft
     with ExitStack() as undo:

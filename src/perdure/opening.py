@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Never, cast
 
 from perdure import config
-from perdure.backend import Backend, BackendKeywords, LocalBackend
+from perdure.backend import NEXT_TOKEN, Backend, BackendKeywords, LocalBackend, resolve_draft
 from perdure.chat.template.template import Template
 from perdure.config import N_CTX, QUEUE, SLOTS
 from perdure.engine import registry
@@ -74,17 +74,15 @@ class BackendOptions:
         wanted = N_CTX if self.n_ctx is None else self.n_ctx
         if n_ctx:
             wanted = n_ctx if wanted == "auto" else max(wanted, n_ctx)
-        settings: BackendKeywords = {**self.settings, "n_ctx": wanted}
+        loading, settings = resolve_draft(self.loading, {**self.settings, "n_ctx": wanted})
         if self.isolated:
             policy = self.isolated if isinstance(self.isolated, RestartPolicy) else None
             source = cast("str | None", self.model)
-            return RemoteBackend(
-                source, restart_policy=policy, loading=self.loading, store=self.store, **settings
-            )
+            return RemoteBackend(source, restart_policy=policy, loading=loading, store=self.store, **settings)
         if self.loaded:
             return LocalBackend(cast(ModelContract, self.model), store=self.store, **settings)
         cells = registry.cells(wanted, self.settings.get("slots", SLOTS), settings)
-        own = registry.open_model(cast("str | None", self.model), self.loading, cells=cells)
+        own = registry.open_model(cast("str | None", self.model), loading, cells=cells)
         try:
             return LocalBackend(own, own_model=True, store=self.store, **settings)
         except BaseException:
@@ -209,9 +207,9 @@ def open(  # noqa: A001
     `kv_type` is the type of K and V in one word (`q8_0`, or `q8_0:f16` for K and V); what it costs the
     model is measured once, and one that costs much is refused unless `force_kv`.
     `adapters` are LoRAs and control vectors, files with their scales, for every reply that names no others;
-    `adapter_names` are files by the names that replies may use besides. `draft` is a smaller model of the
-    same vocabulary, a file or a name, that guesses ahead for replies with `speculate`. None is the default
-    of whoever it is for.
+    `adapter_names` are files by the names that replies may use besides. `draft` guesses ahead for replies
+    with `speculate`: a smaller model of the same vocabulary, a file or a name, or "mtp" for the model's own
+    next-token layers. None is the default of whoever it is for.
     """
     # Before a model is fetched and loaded for nothing.
     refuse_unknown(unknown, open)
@@ -271,7 +269,7 @@ def open(  # noqa: A001
 
 def _named(draft: str | os.PathLike[str] | ModelContract | None) -> str | ModelContract | None:
     """A draft model as the engine's process finds it, which may be in another folder."""
-    if draft is None or not isinstance(draft, (str, os.PathLike)):
+    if draft in (None, NEXT_TOKEN) or not isinstance(draft, (str, os.PathLike)):
         return draft
     file = Path(draft)
     return str(file.absolute()) if file.exists() else os.fspath(draft)

@@ -90,6 +90,48 @@ def test_a_replica_that_was_thought_dead_and_comes_back_cannot_commit(
         assert said(store) == ["0 xxxxxxxxxx", "of the other"]
 
 
+def test_a_replica_that_hangs_within_a_change_stops_nobody_else(
+    postgres: PostgresServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the row of its namespace, and PostgreSQL does not take it for idle, because it is in the middle
+    of a pipeline. Whoever waits for it in vain ends its transaction, and is through the next time."""
+    from perdure.sessions.store.postgres import database
+    from perdure.sessions.store.postgres.store import PostgresStore
+
+    monkeypatch.setattr(database, "_IDLE", 0.2)
+    url = postgres.url(tmp_path / "a", timeout=1)
+    hangs, goes_on = threading.Event(), threading.Event()
+    ended: list[BaseException] = []
+    with closing(open_store(store_folder(url))) as first:
+        second = open_store(store_folder(url.replace("%2Fa", "%2Fb")))
+        assert isinstance(first, PostgresStore)
+        first.create("n", "s", [Turn(kind="start", messages=())])
+
+        def hang() -> None:
+            try:
+                with first.database.writing():
+                    first._lock_namespace("n")
+                    first.database.rows("SELECT 1")
+                    hangs.set()
+                    goes_on.wait()
+            except StoreError as error:
+                ended.append(error)
+
+        thread = threading.Thread(target=hang)
+        thread.start()
+        with closing(second):
+            assert hangs.wait(60)
+            try:
+                with pytest.raises(StoreError, match="try again"):
+                    second.create("n", "t", [Turn(kind="start", messages=())])
+                second.create("n", "t", [Turn(kind="start", messages=())])
+            finally:
+                goes_on.set()
+                thread.join()
+        assert ended
+        assert {each.name for each in first.list("n")} == {"s", "t"}
+
+
 def test_the_sessions_of_a_replica_that_was_killed_are_free_at_once(
     postgres: PostgresServer, tmp_path: Path
 ) -> None:

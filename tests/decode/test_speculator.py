@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 from collections.abc import Callable
 
 import pytest
@@ -43,15 +44,50 @@ class Sometimes:
         pass
 
 
+class Dear:
+    """A model's guesses, each of which takes its time; the first draft takes far longer."""
+
+    name = "dear"
+
+    def __init__(self, chance: float, price: float, first: float = 0.0) -> None:
+        self.now = 0.0
+        self.asked = 0
+        self._chance = chance
+        self._price = price
+        self._first = first
+        self._dice = random.Random(5)
+
+    def draft(self, sequence: TokenSequence, count: int) -> Draft | None:
+        count = min(count, 5)
+        self.now += count * self._price + self._first * (not self.asked)
+        self.asked += count
+        return Draft(
+            [RIGHT if self._dice.random() < self._chance else WRONG for _ in range(count)], 0.7, "dear"
+        )
+
+    def forget(self, sequence: TokenSequence) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 class World:
     """Replies on a machine where a token more makes a step longer by `slope` of a step."""
 
     def __init__(
-        self, speculator: Speculator, slope: float, *, first: float = 0.0, change: float = 0.0
+        self,
+        speculator: Speculator,
+        slope: float,
+        *,
+        first: float = 0.0,
+        change: float = 0.0,
+        clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """The first two steps of each size but 1 take `first` steps more, and each of another size than the
-        one before `change`."""
+        one before `change`. The `clock` goes on while somebody guesses."""
         self._speculator = speculator
+        self._clock = clock
         self._change = change
         self._last = 1
         self._slope = slope
@@ -81,7 +117,9 @@ class World:
             step = [
                 Chunk(group, group.sequences[0], len(group.sequences[0].tokens) - 1, 1) for group in groups
             ]
+            began = self._clock()
             self._speculator.add_drafts(step, BUDGET)
+            seconds += self._clock() - began
             size = sum(1 + len(chunk.draft) for chunk in step)
             self._sizes[size] = self._sizes.get(size, 0) + 1
             more = self._first * (self._sizes[size] <= 2) + self._change * (size != self._last)
@@ -110,6 +148,37 @@ def test_no_stream_is_slower_than_98_percent(slope: float, chance: float) -> Non
     for _ in range(6):
         for _, gain in world.write(200):
             assert gain >= 0.98
+
+
+def dear_world(chance: float, price: float, *, prepares: bool, slope: float = 0.12) -> tuple[World, Dear]:
+    first = 0.3 if prepares else 0.0
+    drafter = Dear(chance, price * 0.01, first)
+    speculator = Speculator([drafter], n_ctx=4096, prepares=prepares, clock=lambda: drafter.now)
+    world = World(speculator, slope, first=10 * first, change=0.05, clock=lambda: drafter.now)
+    return world, drafter
+
+
+@pytest.mark.parametrize("prepares", [False, True])
+@pytest.mark.parametrize(("price", "gain"), [(0.05, 1.75), (0.15, 1.45)])
+def test_guesses_of_a_model_pay_off_where_they_are_right(prepares: bool, price: float, gain: float) -> None:
+    world, _ = dear_world(0.8, price, prepares=prepares)
+    world.write(100)
+    gains = [world.write(256)[0][1] for _ in range(7)]
+    assert statistics.median(gains) > gain
+    assert min(gains) > 1.0
+
+
+@pytest.mark.parametrize("prepares", [False, True])
+@pytest.mark.parametrize("chance", [0.0, 0.2])
+@pytest.mark.parametrize("price", [0.05, 0.3, 1.0])
+def test_a_model_that_guesses_wrong_is_hardly_asked(prepares: bool, chance: float, price: float) -> None:
+    world, drafter = dear_world(chance, price, prepares=prepares)
+    world.write(100)
+    before = drafter.asked
+    for _ in range(4):
+        [(_, found)] = world.write(200)
+        assert found >= 0.98
+    assert (drafter.asked - before) * price < 20
 
 
 @pytest.mark.parametrize(("slope", "gain"), [(0.0, 8.0), (0.02, 5.0), (0.1, 2.5), (0.5, 1.2)])

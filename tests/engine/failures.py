@@ -11,10 +11,11 @@ import pytest
 
 from inside import core_of
 from perdure import Context
-from perdure.engine.contract import Outcome
+from perdure.engine.contract import Core, Outcome
 from perdure.engine.llama.core import LlamaCore
 from perdure.engine.llama.native import library
 from perdure.engine.llama.native.declarations import AbortCallback
+from perdure.engine.llama.next_token import NextTokenCore
 from perdure.testing.toy import ToyCore
 
 
@@ -28,7 +29,9 @@ def failing_decode(
     stopped) after so many nodes of its graph, in MLX (always as a failure) after so many layers have taken
     their part. A decode that is over sooner succeeds.
     """
-    core = core_of(ctx)
+    core: Core = core_of(ctx)
+    if isinstance(core, NextTokenCore):
+        core = core.model
     if isinstance(core, ToyCore):
         core.faults.fail_decode(outcome, after=after, ahead=step)
         yield

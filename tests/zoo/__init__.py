@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from . import attention, brief, experts, recurrent, wide
+from . import attention, brief, experts, next_token, recurrent, wide
 from .recipe import Adapter, ControlVector, MemoryKind, Recipe
 
 __all__ = ["EXTRAS", "ZOO", "Adapter", "ControlVector", "MemoryKind", "Recipe", "digest", "names", "write"]
@@ -37,6 +37,9 @@ EXTRAS: dict[str, Recipe | Adapter | ControlVector] = {
         memory="full",
         vocabulary=wide.VOCABULARY,
         fill=wide.llama,
+    ),
+    "deepseek2-mtp": Recipe(
+        name="deepseek2-mtp", architecture="deepseek2", memory="full", fill=next_token.deepseek2
     ),
     "llama-brief": Recipe(name="llama-brief", architecture="llama", memory="full", fill=brief.llama),
     "llama-lora": Adapter(

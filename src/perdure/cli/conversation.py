@@ -22,7 +22,7 @@ from perdure.errors import ContextOverflow, PerdureError, SessionError, SessionN
 if TYPE_CHECKING:
     from perdure import ChatDelta, ChatReply, Runtime, Session, Stream, Turn
     from perdure.cli.options.groups import CacheTypes
-    from perdure.engine.contract import LoadingKeywords
+    from perdure.engine.contract import PlacementKeywords
     from perdure.engine.model import Model
     from perdure.sessions.sessions import Sessions
 
@@ -73,7 +73,7 @@ class Conversation(Closing):
         settings: Mapping[str, Any],
         folder: Path,
         ctx: int | Literal["auto"] | None,
-        loading: LoadingKeywords,
+        loading: PlacementKeywords,
         cache_types: CacheTypes,
         adapters: dict[str, float] | None = None,
         template: str | None,

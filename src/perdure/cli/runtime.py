@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Unpack
+from typing import TYPE_CHECKING, Literal, Unpack, cast
 
 from perdure.cli.output import terminal
 from perdure.config import N_CTX, settings
@@ -16,7 +16,7 @@ from perdure.sessions.store.registry import has_sessions, store_folder
 if TYPE_CHECKING:
     from perdure import Runtime
     from perdure.backend import Backend, BackendKeywords
-    from perdure.engine.contract import LoadingKeywords
+    from perdure.engine.contract import LoadingKeywords, PlacementKeywords
     from perdure.engine.model import Model
     from perdure.sessions.sessions import Sessions
     from perdure.sessions.store.base import SessionStore
@@ -28,7 +28,7 @@ def opened(
     ctx: int | Literal["auto"] | None,
     store: Path | None = None,
     template: str | None = None,
-    loading: LoadingKeywords | None = None,
+    loading: PlacementKeywords | None = None,
     model: Model | None = None,
     **settings: Unpack[BackendKeywords],
 ) -> Runtime:
@@ -36,19 +36,20 @@ def opened(
 
     Without a `ctx` it has the usual room, or that of whoever has the store.
     """
-    from perdure.backend import LocalBackend
+    from perdure.backend import LocalBackend, resolve_draft
     from perdure.engine import registry
     from perdure.opening import BackendOptions, open_runtime
 
     if settings.get("adapters") is None:
         settings.pop("adapters", None)
-    options = BackendOptions(model=name, n_ctx=ctx, loading=loading or {}, settings=settings, store=store)
+    placed = cast("LoadingKeywords", loading or {})
+    options = BackendOptions(model=name, n_ctx=ctx, loading=placed, settings=settings, store=store)
     n_ctx = N_CTX if ctx is None else ctx
-    sized: BackendKeywords = {**settings, "n_ctx": n_ctx}
+    placed, sized = resolve_draft(placed, {**settings, "n_ctx": n_ctx})
 
     def build() -> Backend:
         cells = registry.cells(n_ctx, settings.get("slots", 1), settings)
-        own = model or terminal.load(name, cells=cells, **options.loading)
+        own = model or terminal.load(name, cells=cells, **placed)
         try:
             return LocalBackend(own, own_model=True, store=store, **sized)
         except BaseException:

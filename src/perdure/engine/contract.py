@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias, TypedDict
+from typing import Literal, Protocol, TypeAlias, TypedDict, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -188,6 +188,16 @@ class Core(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class GuessingCore(Protocol):
+    """A core whose model has layers that guess the next tokens."""
+
+    def guess(self, seq: int, token: int, draw: Callable[[Floats, int], int], count: int) -> list[int]:
+        """At most `count` tokens that are expected behind `token`, the next one of `seq`. `draw` takes a row
+        of logits and the position of the token that is drawn from it. Nothing is changed."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairForm:
     """How a query and a document become one text, for a model that scores such pairs.
@@ -272,7 +282,7 @@ class Tokenizer(Protocol):
         ...
 
 
-class LoadingKeywords(TypedDict, total=False):
+class PlacementKeywords(TypedDict, total=False):
     """Where a model is loaded to."""
 
     gpu_layers: int | Literal["auto"]
@@ -280,6 +290,12 @@ class LoadingKeywords(TypedDict, total=False):
     tensor_split: Sequence[float] | None
     kv_offload: bool
     cpu_experts: int | Literal["all", "auto"]
+
+
+class LoadingKeywords(PlacementKeywords, total=False):
+    """What else is said when a model is loaded."""
+
+    mtp: bool
 
 
 class ContextKeywords(TypedDict, total=False):
@@ -294,6 +310,7 @@ class ContextKeywords(TypedDict, total=False):
     swa_full: bool
     rope_freq_base: float
     rope_freq_scale: float
+    mtp: bool
 
 
 def check_token(token: object, n_vocab: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from perdure.backend import BackendKeywords
     from perdure.cli.options.live import SettingsReload
+    from perdure.engine.contract import LoadingKeywords
     from perdure.server.core.app_state import AppState
     from perdure.server.core.keys import Keys
 
@@ -286,7 +287,7 @@ def serve(
             store=folder,
             memory=budget,
             keep_alive=seconds,
-            loading=engine.loading,
+            loading=cast("LoadingKeywords", engine.loading),
             settings={
                 "n_ctx": engine.n_ctx or N_CTX,
                 "slots": shared.parse_auto(slots) or SLOTS,

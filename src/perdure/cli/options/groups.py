@@ -16,7 +16,7 @@ from perdure.options import Option, options_of
 from perdure.request_options import Sampling, options_of_replies
 
 if TYPE_CHECKING:
-    from perdure.engine.contract import LoadingKeywords
+    from perdure.engine.contract import PlacementKeywords
 
 
 T = TypeVar("T")
@@ -59,7 +59,7 @@ class EngineOptions:
         return absolute_scales(dict(map(parse_scaled, given)))
 
     @property
-    def loading(self) -> LoadingKeywords:
+    def loading(self) -> PlacementKeywords:
         """As keywords of `perdure.Model` and `perdure.open`."""
         return loading(self.gpu_layers, self.device, self.tensor_split, self.kv_offload, self.cpu_experts)
 
@@ -237,9 +237,9 @@ def loading(
     tensor_split: str | None,
     kv_offload: bool,
     cpu_experts: str | None = None,
-) -> LoadingKeywords:
+) -> PlacementKeywords:
     """What was chosen, as keywords of `perdure.Model` and `perdure.open`."""
-    found: LoadingKeywords = {}
+    found: PlacementKeywords = {}
     if gpu_layers is not None:
         found["gpu_layers"] = "auto" if gpu_layers == "auto" else int(gpu_layers)
     if devices:

@@ -226,8 +226,9 @@ DraftModel = Annotated[
     str | None,
     typer.Option(
         "--draft",
-        metavar="MODEL",
-        help="Smaller model of the same vocabulary that guesses ahead, for replies with --speculate.",
+        metavar="MODEL|mtp",
+        help="What guesses ahead, for replies with --speculate: a smaller model of the same vocabulary, or "
+        "mtp for the model's own next-token layers.",
         rich_help_panel=_Engine,
     ),
 ]

@@ -13,11 +13,10 @@ from weakref import ReferenceType, ref
 
 import numpy as np
 
-from perdure.decode.sampling.sampler import draw_together
 from perdure.decode.sequence import TokenSequence
-from perdure.decode.speculation.drafter import Draft
+from perdure.decode.speculation.drafter import Draft, draw_guess
 from perdure.engine.context import Context
-from perdure.engine.contract import Floats, Tokenizer
+from perdure.engine.contract import Tokenizer
 from perdure.engine.model import Model
 from perdure.errors import CannotRewindError, InvalidInputError
 
@@ -109,10 +108,4 @@ class ModelDrafter:
         return end == len(tokens)
 
     def _guess(self, sequence: TokenSequence, seq: int, position: int) -> int:
-        def drawn(row: Floats) -> int:
-            if (rule := sequence.compiled) is None:
-                return int(row.argmax())
-            table = np.ascontiguousarray(row[None])
-            return draw_together([(sequence.sampler, rule, position)], table)[0][0]
-
-        return self._context.read_row(drawn, -1, seq)
+        return self._context.read_row(lambda row: draw_guess(sequence, row, position), -1, seq)

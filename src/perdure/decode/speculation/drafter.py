@@ -13,7 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
+from perdure.decode.sampling.sampler import draw_together
 from perdure.decode.sequence import TokenSequence
+from perdure.engine.contract import Floats
 
 
 class Draft(NamedTuple):
@@ -41,3 +45,11 @@ class Drafter(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def draw_guess(sequence: TokenSequence, row: Floats, position: int) -> int:
+    """The token that a row of somebody else's logits gives for a position, by the chain and the random
+    numbers of the sequence; the likeliest where its chain is not compiled."""
+    if (rule := sequence.compiled) is None:
+        return int(row.argmax())
+    return draw_together([(sequence.sampler, rule, position)], np.ascontiguousarray(row[None]))[0][0]

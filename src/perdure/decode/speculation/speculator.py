@@ -2,9 +2,9 @@
 
 A request asks for a fixed number of guesses a step, or leaves it to what was measured (`ADAPT`): how often
 the guesses of its stream were right, and how long steps of so many tokens take. A stream starts with a little
-credit in time. Wrong guesses use it up; right ones, and the stream's own steps, earn some. Without credit
-nothing is guessed: so no stream loses more than a hundredth of its time and that first credit, whatever text
-it writes and whoever else guesses beside it.
+credit in time, and with more where guessing has paid off for those before it. Wrong guesses use it up; right
+ones, and the stream's own steps, earn some. Without credit nothing is guessed: so no stream loses more than
+half a hundredth of its time and that first credit, whatever it writes and whoever else guesses beside it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from perdure.decode.scheduler import Budget, Chunk, Step
@@ -26,14 +27,27 @@ FULL = 16
 """Streams of a step from which on nothing is guessed: the engine is busy with those."""
 _TOKENS = 32
 """Tokens of a step with guesses, at most, unless a request asks for more."""
-_SHARE = 0.01
+_SHARE = 0.005
 """Of a stream's time that it may lose to wrong guesses."""
 _START = 1.0
-"""Credit of a new stream, in steps."""
+"""Credit of a new stream, in steps, at most."""
+_CHANCES = 4
+"""How many wrong guesses that credit is for: they cost little on a GPU."""
+_MORE = 2.0
+"""What it may have besides, in steps: as much as guesses of models have saved lately, for all streams. What
+n-grams have saved says little of another text."""
+_LATELY = 0.98
+"""What is left of that at the next step with guesses."""
 _MOST = 32.0
 """Credit that a stream can gather, in steps."""
 _WORTH = 1.02
 """How much more a step with guesses must promise."""
+_MODEL = 0.7
+"""How likely a guess of a model is taken to be right before any was."""
+_BET = 0.5
+"""Of a stream's credit that one draft of a model may cost: so some wrong ones in a row do not end it."""
+_DEAREST = 5
+"""Guesses of a model for a step, at most."""
 _DOUBTFUL = 0.68
 """Confidence up to which the next drafter is asked too."""
 _LENGTHS = frozenset((1, 2, 3, 5, 7, 11, 15, 23, 31))
@@ -44,10 +58,12 @@ _UNCHECKED = 2
 """Steps with guesses that brought little, after which one goes without: what they save is measured by it."""
 _TRIES = 4
 """Steps of each size that a GPU is given to prepare, and to show what such a step takes from then on."""
-_TRIED = (1, 3, 7, 15, 31)
+_TRIED = (1, 2, 3, 5, 7, 15, 31)
 """Guesses of those steps."""
 _STAY = 8
 """Steps of one size that are expected to follow each other."""
+_DEAR = 0.02
+"""Of a step: what takes longer than that to guess a token is asked only where that promises to pay off."""
 _UNKNOWN = 0.1
 """What twice as many tokens are taken to cost more, as a part of a step, before that was measured."""
 _MEMORY = 0.9
@@ -124,24 +140,66 @@ class StepCosts:
         return low + part * max(0.0, self._seconds[above] - low)
 
 
+class Prices:
+    """How long a guess of each drafter takes, as measured.
+
+    The first ones say nothing where an engine prepares what it computes: of these the fastest counts.
+    """
+
+    def __init__(self, tries: int) -> None:
+        self._tries = tries
+        self._seconds: dict[str, float] = {}
+        self._counts: dict[str, int] = {}
+
+    def price(self, source: str) -> float:
+        """Seconds of a guess; 0 where none is known."""
+        return self._seconds.get(source, 0.0) if self._counts.get(source, 0) >= self._tries else 0.0
+
+    @property
+    def highest(self) -> float:
+        """Of the drafters that were asked so far."""
+        return max(map(self.price, self._seconds), default=0.0)
+
+    def believed(self, source: str, guesses: int, seconds: float) -> float:
+        """Learn what a draft took; what of it is held against it."""
+        each, count = seconds / guesses, self._counts.get(source, 0) + 1
+        self._counts[source] = count
+        before = self._seconds.get(source, each)
+        if count <= self._tries:
+            self._seconds[source] = each if count == 1 else min(before, each)
+            return 0.0 if self._tries > 1 else seconds
+        self._seconds[source] = before + (_SLOWER if each > before else _FASTER) * (
+            min(each, 2 * before) - before
+        )
+        return min(seconds, 2 * before * guesses)
+
+
+class Outcomes:
+    """How many guesses were right, by drafter, and how many were the first wrong one. The last ones count
+    most."""
+
+    def __init__(self, memory: float) -> None:
+        self._memory = memory
+        self._right: dict[str, float] = {}
+        self._wrong: dict[str, float] = {}
+
+    def chance(self, source: str, expected: float) -> float:
+        """That a guessed token is right whose forerunners are, where so much was expected beforehand."""
+        right, wrong = self._right.get(source, 0.0), self._wrong.get(source, 0.0)
+        return (right + 2 * expected) / (right + wrong + 2)
+
+    def add(self, source: str, guesses: int, agreed: int) -> None:
+        self._right[source] = self._right.get(source, 0.0) * self._memory + agreed
+        self._wrong[source] = self._wrong.get(source, 0.0) * self._memory + (agreed < guesses)
+
+
 class _Stream:
     """What was measured of one sequence."""
 
     def __init__(self, credit: float) -> None:
         self.credit = credit
         """Seconds that it may lose."""
-        self.right: dict[str, float] = {}
-        """Guesses that were right, by drafter, the last ones counting most; and those that were not."""
-        self.wrong: dict[str, float] = {}
-
-    def chance(self, draft: Draft) -> float:
-        """That a guessed token is right whose forerunners are."""
-        right, wrong = self.right.get(draft.source, 0.0), self.wrong.get(draft.source, 0.0)
-        return (right + 2 * draft.confidence) / (right + wrong + 2)
-
-    def outcome(self, source: str, guesses: int, agreed: int) -> None:
-        self.right[source] = self.right.get(source, 0.0) * _MEMORY + agreed
-        self.wrong[source] = self.wrong.get(source, 0.0) * _MEMORY + (agreed < guesses)
+        self.outcomes = Outcomes(_MEMORY)
 
 
 class Speculator:
@@ -174,6 +232,11 @@ class Speculator:
         """Of the drafts in the step in flight."""
         self._asking = 0.0
         """Seconds that guessing has taken for it."""
+        self._outcomes = Outcomes(_LATELY)
+        """Of all streams."""
+        self._gain = 0.0
+        """Steps that guesses of models have saved lately."""
+        self._prices = Prices(_TRIES if prepares else 1)
         self._unpaid = 0
         """Steps with guesses in a row that brought less than a token for each stream."""
 
@@ -212,34 +275,33 @@ class Speculator:
     def _adapt(self, chunks: Sequence[Chunk], known: int, room: int) -> None:
         """Guess as far as a step gives more tokens a second by it, and as everybody in it can afford."""
         plain = self._costs.known(known)
-        if plain is None or self._unpaid >= _UNCHECKED:
+        if plain is None or self._unpaid >= _UNCHECKED or room <= 0:
             return
-        streams = [self._stream(chunk.sequence, plain) for chunk in chunks]
-        if self._try_out(chunks, known, room):
-            return
-        # What a step costs that is larger than any before is found out by and by.
-        room = min(room, 2 * self._costs.largest - known)
-        if room <= 0:
-            return
+        streams = [self._stream(chunk.sequence, known, plain) for chunk in chunks]
         credit = min(stream.credit for stream in streams)
-        if self._costs.seconds(known + 1) - plain > credit:
+        if self._costs.seconds(known + 1) - plain > credit and not self._has_untried(chunks, known):
             return
         drafts: dict[Chunk, Draft] = {}
         chances: list[tuple[float, int, Chunk]] = []
         for at, (chunk, stream) in enumerate(zip(chunks, streams, strict=True)):
-            draft = self._ask(chunk, min(MAX_GUESSES, room))
+            pays = _Pays(self, stream, known, len(chunks))
+            draft = self._ask(chunk, min(MAX_GUESSES, room), pays)
             if draft is None:
                 continue
             drafts[chunk] = draft
-            chance, each = 1.0, stream.chance(draft)
+            chance, each = 1.0, self._chance(stream, draft.source, draft.confidence)
             for _ in draft.tokens:
                 chance *= each
                 chances.append((-chance, at, chunk))
+        if len(chunks) == 1 and self._try_out(chunks[0], drafts.get(chunks[0]), known):
+            return
+        # What a step costs that is larger than any before is found out by and by.
+        room = min(room, 2 * self._costs.largest - known)
         # The likeliest first: of one stream they fall from guess to guess.
         chances.sort(key=lambda entry: entry[:2])
         tokens, count = float(len(chunks)), 0
         best = tokens / (plain + self._costs.change(known)) * _WORTH
-        for at, (minus, _, _) in enumerate(chances[:room], 1):
+        for at, (minus, _, _) in enumerate(chances[: max(0, room)], 1):
             tokens -= minus
             if at not in _LENGTHS:
                 continue
@@ -256,28 +318,34 @@ class Speculator:
             chunk.draft = drafts[chunk].tokens[:length]
             self._sources[chunk] = drafts[chunk].source
 
-    def _try_out(self, chunks: Sequence[Chunk], known: int, room: int) -> bool:
+    def _chance(self, stream: _Stream, source: str, expected: float) -> float:
+        """That a token is right that a drafter guesses for a stream, whose forerunners are."""
+        return stream.outcomes.chance(source, self._outcomes.chance(source, expected))
+
+    def _has_untried(self, chunks: Sequence[Chunk], known: int) -> bool:
+        """Whether there are sizes that the engine has still to prepare, and this may be a step of one."""
+        return (
+            self._prepares
+            and len(chunks) == 1
+            and any(self._costs.tries(known + count) < _TRIES for count in _TRIED)
+        )
+
+    def _try_out(self, chunk: Chunk, draft: Draft | None, known: int) -> bool:
         """Whether this step is one of a size that the engine has still to prepare."""
-        if not self._prepares or len(chunks) != 1:
+        if not self._prepares or draft is None:
             return False
-        [chunk] = chunks
         for count in _TRIED:
-            if count > room or self._costs.tries(known + count) >= _TRIES:
-                continue
-            draft = self._ask(chunk, count)
-            if draft is None or len(draft.tokens) < count:
-                return False
-            chunk.draft = draft.tokens
-            self._sources[chunk] = draft.source
-            self._trying = True
-            return True
+            if count <= len(draft.tokens) and self._costs.tries(known + count) < _TRIES:
+                chunk.draft = draft.tokens[:count]
+                self._sources[chunk] = draft.source
+                self._trying = True
+                return True
         return False
 
     def observe(self, step: Step, seconds: float) -> None:
         """Learn from a step that was computed and drawn from in so many seconds."""
         if len(step) >= FULL:
             return
-        seconds += self._asking
         known = guesses = 0
         for chunk in step:
             if chunk.is_prompt:
@@ -293,7 +361,7 @@ class Speculator:
             self._unpaid += 1
         plain = self._costs.known(known)
         if plain is not None:
-            took = self._costs.believed(known + guesses, seconds)
+            took = self._costs.believed(known + guesses, seconds) + self._asking
             for chunk in step:
                 # A guess that was not used has cost its time too, and going back to steps without may.
                 told = guesses > 0 or self._guessed
@@ -305,9 +373,12 @@ class Speculator:
                 earned = 0.0 if self._trying else _SHARE * took + saved
                 stream.credit = min(stream.credit + earned, _MOST * plain)
                 if (source := self._sources.get(chunk)) is not None:
-                    stream.outcome(source, len(chunk.draft), chunk.agreed)
+                    stream.outcomes.add(source, len(chunk.draft), chunk.agreed)
+                    self._outcomes.add(source, len(chunk.draft), chunk.agreed)
+                    if not self._trying and self._prices.price(source) > _DEAR * plain:
+                        self._gain = self._gain * _LATELY + saved / plain
         self._guessed = guesses > 0
-        self._costs.observe(known + guesses, seconds if guesses else seconds - self._asking)
+        self._costs.observe(known + guesses, seconds)
 
     def forget(self, sequence: TokenSequence) -> None:
         """A sequence has ended."""
@@ -322,38 +393,81 @@ class Speculator:
         for drafter in self._drafters:
             drafter.close()
 
-    def _stream(self, sequence: TokenSequence, plain: float) -> _Stream:
+    def _stream(self, sequence: TokenSequence, known: int, plain: float) -> _Stream:
         stream = self._streams.get(sequence)
         if stream is None:
-            stream = self._streams[sequence] = _Stream(_START * plain)
+            guess = max(self._costs.seconds(known + 1) - plain, _DEAR * plain) + self._prices.highest
+            credit = min(_START * plain, _CHANCES * guess) + min(max(0.0, self._gain), _MORE) * plain
+            stream = self._streams[sequence] = _Stream(credit)
         return stream
 
-    def _ask(self, chunk: Chunk, count: int) -> Draft | None:
+    def _ask(self, chunk: Chunk, count: int, pays: _Pays | None = None) -> Draft | None:
         """The guess of the first drafter that has a good one; else the first."""
         sequence = chunk.sequence
         # The last token that may be written is drawn, never guessed; and the cache has room for so many.
         count = min(count, sequence.room - 1, self._n_ctx - len(sequence.tokens))
         if count < 1:
             return None
-        started = self._clock()
-        try:
-            return self._first_guess(sequence, count)
-        finally:
-            self._asking += self._clock() - started
+        return self._first_guess(sequence, count, pays)
 
-    def _first_guess(self, sequence: TokenSequence, count: int) -> Draft | None:
+    def _first_guess(self, sequence: TokenSequence, count: int, pays: _Pays | None) -> Draft | None:
         doubtful: Draft | None = None
         for drafter in list(self._drafters):
+            most = count if pays is None else min(count, pays.guesses(drafter.name))
+            if most < 1:
+                continue
+            started = self._clock()
             try:
-                draft = drafter.draft(sequence, count)
+                draft = drafter.draft(sequence, most)
             except Exception:
                 # A guess that fails costs nobody a reply.
                 log.exception("the drafter %s failed; it is not asked again", drafter.name)
                 self._drafters.remove(drafter)
                 continue
-            if draft is not None and len(draft.tokens) and math.isfinite(draft.confidence):
-                draft = draft._replace(tokens=draft.tokens[:count])
+            took = self._clock() - started
+            if draft is None or not len(draft.tokens) or not math.isfinite(draft.confidence):
+                self._asking += took
+            else:
+                draft = draft._replace(tokens=draft.tokens[:most])
+                self._asking += self._prices.believed(draft.source, len(draft.tokens), took)
                 if draft.confidence > _DOUBTFUL:
                     return draft
                 doubtful = doubtful or draft
         return doubtful
+
+    def guesses_that_pay(self, source: str, stream: _Stream, known: int, streams: int) -> int:
+        """How many guesses of a drafter are worth to be asked for, before anything is known of them."""
+        plain, price = self._costs.seconds(known), self._prices.price(source)
+        if price <= _DEAR * plain:
+            return MAX_GUESSES
+        if self._prepares and streams == 1:
+            for count in _TRIED:
+                if count <= _DEAREST and self._costs.tries(known + count) < _TRIES:
+                    return count
+        chance = self._chance(stream, source, _MODEL)
+        tokens, right, count, best = 1.0, 1.0, 0, _WORTH / plain
+        for at in range(1, _DEAREST + 1):
+            right *= chance
+            tokens += right
+            size = known + at * streams
+            seconds = self._costs.seconds(size) + self._costs.change(size) + at * streams * price
+            if seconds - plain > _BET * stream.credit:
+                break
+            if at in _LENGTHS and tokens / seconds > best:
+                best, count = tokens / seconds, at
+        if not count and stream.credit >= min(_START * plain, _CHANCES * price):
+            # Now and then it is tried all the same: the text may have changed.
+            return 1
+        return count
+
+
+class _Pays(NamedTuple):
+    """Whom a drafter is asked for, to tell how many of its guesses pay off."""
+
+    speculator: Speculator
+    stream: _Stream
+    known: int
+    streams: int
+
+    def guesses(self, source: str) -> int:
+        return self.speculator.guesses_that_pay(source, self.stream, self.known, self.streams)

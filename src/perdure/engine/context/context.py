@@ -24,8 +24,10 @@ from perdure.engine.contract import (
     BatchPart,
     Capture,
     Floats,
+    GuessingCore,
     Rows,
     Tokens,
+    check_token,
 )
 from perdure.engine.key_values import KeyValueCore, KeyValues
 from perdure.engine.logits import LogitsView
@@ -450,6 +452,25 @@ class Context(StateCalls):
         with self._lock:
             self._ready()
             return function(self._core.rows(self._rows.all_live(places)))
+
+    @property
+    def guesses(self) -> bool:
+        """Whether the model has layers here that guess the next tokens."""
+        return isinstance(self._core, GuessingCore)
+
+    def guess(
+        self, token: int, draw: Callable[[Floats, int], int], seq: int = 0, *, count: int = 1
+    ) -> list[int]:
+        """At most `count` tokens that the model's next-token layers expect behind `token`, which comes next
+        in `seq`. `draw` takes a row of logits and the position of the token that is drawn from it. The
+        sequence stays as it is, and so do the rows of the last step."""
+        with self._turn(seq):
+            check_token(token, self.n_vocab)
+            check_whole("count", count, 1)
+            if not isinstance(self._core, GuessingCore):
+                raise InvalidInputError("this context has no next-token layers: open it with mtp=True")
+            room = self.n_ctx - self._ledger.length(seq)
+            return self._core.guess(seq, token, draw, min(count, room)) if room > 0 else []
 
     def overwrite(self, logits: NDArray[np.float32], row: int = -1, seq: int | None = None) -> None:
         """Put other values into a row of the last native step. Its views end."""

@@ -7,7 +7,7 @@ import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import byref
-from typing import Any
+from typing import Any, Required, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +44,14 @@ _LARGER = 4
 """How many times the limit that is asked for is taken on a device, where a state needs it."""
 _OPENING = 8
 """The bytes with which every state starts: a mark and the sequence."""
+
+
+class CoreKeywords(TypedDict, total=False):
+    """What is known of a model besides its weights and memory."""
+
+    causal: Required[bool]
+    largest_state: float
+    rope: Callable[[], Rope | str]
 
 
 class LlamaCore:
@@ -118,6 +126,8 @@ class LlamaCore:
         self._scratch = Scratch(self._lib, weights.devices[0].handle if on_device else None, limit)
         self._largest_state = int(1.1 * largest_state) if on_device else 0
         self._native: tuple[Batch, Any] | None = None
+        self._inputs: Floats | None = None
+        """Hidden states that go in beside the tokens: of next-token layers alone."""
         self._vectors: dict[ControlVector, float] = {}
         self._last_table: tuple[tuple[int, int], Floats] = ((0, 0), np.empty((0, 0), np.float32))
 
@@ -228,6 +238,7 @@ class LlamaCore:
         native.n_seq_id = (ctypes.c_int32 * 1)(2)
         native.seq_id = ctypes.cast(rows, type(native.seq_id))
         native.logits = (ctypes.c_int8 * 1)(0)
+        self._add_inputs(native)
         with self._log_sink.muted(id(self)):
             outcome = self._lib.llama_decode(self._context, native)
         if _OUTCOMES.get(outcome) is not Outcome.FULL:
@@ -420,9 +431,15 @@ class LlamaCore:
             ("logits", batch.outputs),
         ):
             setattr(native, name, ctypes.cast(ctypes.c_void_p(array.ctypes.data), fields[name]))
+        self._add_inputs(native)
         native.perdure_arrays = (starts, counts)
         self._native = (batch, native)
         return native
+
+    def _add_inputs(self, native: Any) -> None:
+        if self._inputs is not None:
+            kind: Any = dict(declarations.Batch._fields_)["embd"]
+            native.embd = ctypes.cast(ctypes.c_void_p(self._inputs.ctypes.data), kind)
 
 
 def _bytes_at(array: NDArray[np.uint8], offset: int) -> Any:

@@ -36,6 +36,7 @@ from perdure.engine.llama.first_steps import StepTime, translate
 from perdure.engine.llama.inspection.kv_numbers import rope_of
 from perdure.engine.llama.inspection.tracer import check_size, traced
 from perdure.engine.llama.native import library
+from perdure.engine.llama.next_token import NextTokenCore, check_next_token
 from perdure.engine.llama.offload import (
     CPU_ONLY,
     CpuExperts,
@@ -98,6 +99,7 @@ class Model(FileModel):
         tensor_split: Sequence[float] | None = None,
         kv_offload: bool = True,
         cpu_experts: CpuExperts | None = None,
+        mtp: bool = False,
         cells: int = N_CTX,
         progress: Callable[[float], bool] | None = None,
         **unknown: Never,
@@ -108,6 +110,7 @@ class Model(FileModel):
         tokens; None for PERDURE_GPU_LAYERS, or "auto". `devices` names GPUs, `tensor_split` has a share for
         each. Without `kv_offload` the K/V cache stays in the machine's own memory. `cpu_experts` is of how
         many layers the experts stay there too: "all", "auto" (the default) for as few as must, or a number.
+        With `mtp` its next-token layers are loaded too, for contexts that guess by them.
         """
         refuse_unknown(unknown, Model.__init__)
         self.path: Path = models.path(source)
@@ -117,6 +120,7 @@ class Model(FileModel):
         self._versions = [_version(file) for file in self._files]
         lib = library.load()
         self._kv_offload = kv_offload
+        self._mtp = mtp
         self.sizes = Sizes.of(models.read_parts(self.path))
         """What it takes in memory, as its file says."""
         self._offload = self._plan(gpu_layers, devices, cells, cpu_experts)
@@ -174,7 +178,14 @@ class Model(FileModel):
         while True:
             plan = self._offload
             try:
-                return Weights(self.path, size=size, offload=plan, tensor_split=split, progress=progress)
+                return Weights(
+                    self.path,
+                    size=size,
+                    offload=plan,
+                    tensor_split=split,
+                    mtp=self._mtp,
+                    progress=progress,
+                )
             except OutOfMemoryError:
                 if not plan.flexible:
                     raise
@@ -331,12 +342,14 @@ class Model(FileModel):
         swa_full: bool = True,
         rope_freq_base: float = 0.0,
         rope_freq_scale: float = 0.0,
+        mtp: bool = False,
         **unknown: Never,
     ) -> Context:
         """A context of `n_seq` sequences that hold `n_ctx` tokens each.
 
         With `shared` they use one pool of cells, so that forks cost nothing but depend in the last bits
-        on where their cells lie; else each has a stream of its own and is exact.
+        on where their cells lie; else each has a stream of its own and is exact. With `mtp` the model's
+        next-token layers read along, and guess (`Context.guess`).
         """
         refuse_unknown(unknown, self.context)
         weights = self._open()
@@ -363,7 +376,11 @@ class Model(FileModel):
         params.offload_kqv = self._kv_offload
         params.swa_full = swa_full
         largest = size.bytes(params.n_ctx // n_seq, k_type, v_type)
-        core = LlamaCore(
+        if mtp and not self._mtp:
+            raise InvalidInputError("this model was loaded without its next-token layers: Model(…, mtp=True)")
+        if mtp:
+            check_next_token(weights, self._memory, self.path.name, self._tensors)
+        core = (NextTokenCore if mtp else LlamaCore)(
             weights,
             params,
             self._memory,
@@ -386,7 +403,7 @@ class Model(FileModel):
                 attention="flash" if flash else "plain",
                 rope=f"{rope_freq_base}/{rope_freq_scale}/{rope_factors(self._rope_limit, core.n_ctx_seq)}",
                 window=memory.identity,
-                layout=f"{streams} streams",
+                layout=f"{streams} streams{', next-token layers' if mtp else ''}",
                 engine=engine.identity,
                 kernels=engine.kernels,
                 devices=f"{engine.devices}; {self._offload.describe(self._split, self._kv_offload)}",

@@ -69,9 +69,11 @@ class Weights:
         size: int,
         offload: Offload,
         tensor_split: tuple[float, ...] | None = None,
+        mtp: bool = False,
         progress: Callable[[float], bool] | None,
     ) -> None:
-        """`size` is how many bytes the file has, with its other parts."""
+        """`size` is how many bytes the file has, with its other parts. With `mtp` its next-token layers are
+        loaded too."""
         self._lib = lib = library.load()
         self.handle: Any = None
         self.devices = offload.devices if offload.layers else ()
@@ -88,6 +90,7 @@ class Weights:
         overrides = _experts_here(lib, offload.cpu_experts)
         if overrides is not None:
             params.tensor_buft_overrides = overrides
+        params.load_mtp = mtp
         params.use_extra_bufts = library.loaded().extra_buffers
         if not offload.layers and _is_read(size):
             params.load_mode = _READ

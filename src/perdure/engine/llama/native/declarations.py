@@ -297,6 +297,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "llama_model_n_embd": (c_int32, [c_void_p]),
     "llama_model_n_embd_out": (c_int32, [c_void_p]),
     "llama_model_n_layer": (c_int32, [c_void_p]),
+    "llama_model_n_layer_nextn": (c_int32, [c_void_p]),
     "llama_model_n_head": (c_int32, [c_void_p]),
     "llama_model_n_head_kv": (c_int32, [c_void_p]),
     "llama_model_rope_type": (c_int32, [c_void_p]),
@@ -353,6 +354,9 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "llama_get_logits_ith": (_FLOATS, [c_void_p, c_int32]),
     "llama_get_embeddings": (_FLOATS, [c_void_p]),
     "llama_get_embeddings_seq": (_FLOATS, [c_void_p, c_int32]),
+    # Hidden states for next-token layers. In no header of the library.
+    "llama_set_embeddings_nextn": (None, [c_void_p, c_bool, c_bool]),
+    "llama_get_embeddings_nextn_ith": (_FLOATS, [c_void_p, c_int32]),
     # Memory and state.
     "llama_get_memory": (c_void_p, [c_void_p]),
     "llama_memory_clear": (None, [c_void_p, c_bool]),
@@ -367,8 +371,27 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "llama_state_seq_set_data_ext": (c_size_t, [c_void_p, _BYTES, c_size_t, c_int32, c_uint32]),
 }
 """Every function that perdure calls: its result, then its arguments."""
-OPTIONAL = frozenset({"llama_model_quantize_default_params", "llama_model_quantize"})
+OPTIONAL = frozenset(
+    {
+        "llama_model_quantize_default_params",
+        "llama_model_quantize",
+        "llama_model_n_layer_nextn",
+        "llama_set_embeddings_nextn",
+        "llama_get_embeddings_nextn_ith",
+    }
+)
 """Those that no model needs to run, and that some builds leave out (xllamacpp's): ask before the call."""
+_MANGLED = {
+    "llama_set_embeddings_nextn": (
+        "_Z26llama_set_embeddings_nextnP13llama_contextbb",
+        "?llama_set_embeddings_nextn@@YAXPEAUllama_context@@_N1@Z",
+    ),
+    "llama_get_embeddings_nextn_ith": (
+        "_Z30llama_get_embeddings_nextn_ithP13llama_contexti",
+        "?llama_get_embeddings_nextn_ith@@YAPEAMPEAUllama_context@@H@Z",
+    ),
+}
+"""What functions are called that the library exports as C++: by most compilers, and by Microsoft's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,7 +442,8 @@ class Functions:
         self._declared = self.layout.functions
         for name, (result, arguments) in self._declared.items():
             # A function object of our own: one taken from a CDLL by attribute is shared.
-            found = next((handle[name] for handle in handles if _has(handle, name)), None)
+            names = (name, *_MANGLED.get(name, ()))
+            found = next((handle[each] for handle in handles for each in names if _has(handle, each)), None)
             if found is None:
                 missing += [] if name in OPTIONAL else [name]
                 continue

@@ -40,6 +40,14 @@ _SEARCH = 60.0
 _IDLE = 5.0
 """Seconds after which the server ends a transaction whose process says nothing: a process that was stopped
 within a change must not stop everybody else."""
+_STALLED = """
+    SELECT pg_terminate_backend(pid) FROM pg_stat_activity
+    WHERE datname = current_database() AND usename = current_user AND application_name = 'perdure'
+    AND state = 'active' AND wait_event = 'ClientRead' AND xact_start IS NOT NULL
+    AND state_change < clock_timestamp() - make_interval(secs => %s)
+"""
+"""The same for a process that was stopped between statements of a pipeline: to the server it is not idle, and
+none of the server's timeouts ends that."""
 _DOUBT = 20.0
 """Seconds in which it must be found out how a transaction ended."""
 _WAKEN = 0.25
@@ -314,6 +322,12 @@ class PostgresDatabase:
         statement = query.replace("%", "%%").replace("?", "%s") if values else query
         return connection.execute(statement.encode(), [_escaped(value) for value in values] or None)
 
+    def _end_stalled(self) -> None:
+        """End the transactions of processes that hang in the middle of them: whoever waited for one may try
+        again."""
+        with suppress(psycopg.Error), self._connected() as connection:
+            connection.execute(_STALLED, [_IDLE])
+
     # Migrations.
 
     def _version(self, connection: _Connection) -> int | None:
@@ -379,6 +393,7 @@ class PostgresDatabase:
         except (psycopg.DataError, psycopg.ProgrammingError, OverflowError) as error:
             raise InvalidInputError(f"this cannot be kept in PostgreSQL: {_said(error)}") from error
         except (pg.LockNotAvailable, pg.QueryCanceled) as error:
+            self._end_stalled()
             raise StoreError(
                 f"{where} did not get to it in {self._place.timeout:g} s, nothing was done: try again "
                 f"({_said(error)})"

@@ -1,0 +1,430 @@
+"""A context with the model's own next-token layers beside it (MTP), which guess what comes next.
+
+    the model:              tokens 0 … n-1                              →  hidden states, logits
+    its next-token layers:  each token p with the hidden state of p-1   →  logits for p+1
+
+Both have a K/V cache. Every call here acts on both, so that a state that is captured, kept, put back, copied
+or cut has both parts. What the layers hold changes guesses, and no reply.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any, Unpack
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perdure.engine.contract import Adapter, Batch, BatchPart, Capture, Floats, Outcome, TokenRows
+from perdure.engine.key_values import Rope
+from perdure.engine.llama.core import CoreKeywords, LlamaCore
+from perdure.engine.llama.native import library
+from perdure.engine.llama.weights import Weights
+from perdure.errors import EngineError, InvalidInputError
+from perdure.memory import FullAttention, MemorySpec
+
+_LAYERS = 1
+"""The library's number for a context of the next-token layers alone."""
+_RECENT = 64
+"""Hidden states of a sequence that are kept: the last tokens may be cut back by fewer."""
+_UNREAD = 32
+"""Tokens that the layers leave for later, at most."""
+_SIZE = 8
+"""Bytes that say how long the model's part of a whole state is."""
+
+
+_DENSE = frozenset({"qwen35"})
+"""Architectures whose next-token layer has one feed-forward network."""
+_EXPERTS = frozenset(
+    {"deepseek2", "deepseek32", "glm4moe", "glm-dsa", "qwen3next", "qwen35moe", "hy-v3", "cohere2moe"}
+)
+"""Those where it has experts."""
+_NEEDED = ("nextn.eh_proj", "nextn.enorm", "nextn.hnorm")
+
+
+def check_next_token(weights: Weights, memory: MemorySpec, name: str, tensors: Container[str]) -> None:
+    """Refuse a model whose next-token layers cannot be used here: over some the library ends the process."""
+    lib = library.load()
+    if not hasattr(lib, "llama_get_embeddings_nextn_ith"):
+        raise InvalidInputError(
+            f"{library.build()} does not give out the hidden states that next-token layers need: leave mtp "
+            "out, or guess with a draft model"
+        )
+    count = int(lib.llama_model_n_layer_nextn(weights.handle))
+    if not count:
+        raise InvalidInputError(f"{name} has no next-token layers (MTP); guess with a draft model instead")
+    architecture = weights.metadata.get("general.architecture", "")
+    if architecture not in _DENSE | _EXPERTS or count != 1:
+        raise InvalidInputError(
+            f"{name} has {count} next-token layers of {architecture}: one is known here, of "
+            f"{', '.join(sorted(_DENSE | _EXPERTS))}; guess with a draft model instead"
+        )
+    block = f"blk.{int(lib.llama_model_n_layer(weights.handle))}"
+    needed = (*_NEEDED, *(("ffn_gate_inp",) if architecture in _EXPERTS else ()))
+    missing = [each for each in needed if f"{block}.{each}.weight" not in tensors]
+    if missing:
+        raise InvalidInputError(
+            f"{name} lacks {', '.join(missing)} of its next-token layer; take a file that was converted with "
+            "it, or guess with a draft model"
+        )
+    if not memory.has_rows or memory.window is not None:
+        raise InvalidInputError(
+            f"{name} has a sliding window, or no row for each token: its next-token layers cannot be used "
+            "here; guess with a draft model instead"
+        )
+
+
+def _hidden_at(address: int | None, width: int) -> Floats:
+    """A hidden state over engine memory."""
+    assert address
+    return np.frombuffer(memoryview((ctypes.c_float * width).from_address(address)), np.float32)
+
+
+class _LayerCore(LlamaCore):
+    """The next-token layers alone: each token goes in with a hidden state."""
+
+    def __init__(self, weights: Weights, params: Any) -> None:
+        super().__init__(weights, params, FullAttention(), causal=True)
+        self._inputs = self.inputs = np.zeros((params.n_batch, self.width), np.float32)
+        """The hidden states for the next step, one a token."""
+        self._hidden_address = self._lib.quick("llama_get_embeddings_nextn_ith")
+        self._lib.llama_set_embeddings_nextn(self._context, True, True)
+
+    def hidden_behind(self, index: int) -> Floats:
+        """The hidden state behind a token of the last step whose row was asked for."""
+        return _hidden_at(self._hidden_address(self._context, index), self.width)
+
+
+class _ModelCore(LlamaCore):
+    """The model, which gives out a hidden state for each token."""
+
+    def __init__(
+        self, weights: Weights, params: Any, memory: MemorySpec, **options: Unpack[CoreKeywords]
+    ) -> None:
+        super().__init__(weights, params, memory, **options)
+        self._hidden_address = self._lib.quick("llama_get_embeddings_nextn_ith")
+        self._lib.llama_set_embeddings_nextn(self._context, True, False)
+
+    def hidden_states(self, count: int) -> Floats:
+        """Those of all tokens of the last step."""
+        self.synchronize()
+        states = np.empty((count, self.width), np.float32)
+        for index in range(count):
+            states[index] = _hidden_at(self._hidden_address(self._context, index), self.width)
+        return states
+
+    def open_layers(self, weights: Weights, params: Any) -> _LayerCore:
+        """The next-token layers for this context."""
+        params.ctx_type, params.ctx_other = _LAYERS, self._context
+        return _LayerCore(weights, params)
+
+
+class _Unread:
+    """Tokens of a sequence that the layers have still to read, from a position on, and what goes in beside
+    them."""
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+        self.tokens: list[int] = []
+        self._inputs: list[Floats] = []
+
+    def add(self, tokens: NDArray[np.int32], inputs: Floats) -> None:
+        self.tokens += tokens.tolist()
+        self._inputs.append(inputs)
+
+    def inputs(self) -> Floats:
+        return np.concatenate(self._inputs)
+
+    def cut(self, length: int) -> None:
+        """Drop what is at positions from `length` on."""
+        keep = max(0, length - self.start)
+        if keep < len(self.tokens):
+            self._inputs = [self.inputs()[:keep]]
+            del self.tokens[keep:]
+
+
+class NextTokenCore:
+    """A model's context, and its next-token layers that follow it.
+
+    Always holds: what the layers have of a sequence, with the tokens that they have still to read, is what
+    the model has. They read a few tokens together, or when somebody asks for their part: a step of one token
+    takes them as long as one of many. The first token behind a state that was put back has no hidden state
+    before it: zeros stand for that one.
+    """
+
+    def __init__(
+        self, weights: Weights, params: Any, memory: MemorySpec, **options: Unpack[CoreKeywords]
+    ) -> None:
+        self.model = _ModelCore(weights, params, memory, **options)
+        try:
+            self.layers = self.model.open_layers(weights, params)
+        except BaseException:
+            self.model.close()
+            raise
+        self.n_vocab = self.model.n_vocab
+        self.width = self.model.width
+        self.n_ctx_seq = self.model.n_ctx_seq
+        self._batch = Batch(params.n_batch)
+        self._last = Batch(params.n_batch)
+        """The last step of the model, if its hidden states are still there."""
+        self._most = min(_UNREAD, params.n_batch - 1)
+        self._unread: dict[int, _Unread] = {}
+        self._recent: dict[int, tuple[int, Floats]] = {}
+        """By sequence, its last hidden states, and the position of the first of these."""
+
+    # Computing.
+
+    def decode(self, batch: Batch) -> Outcome:
+        self._take_states()
+        for seq, unread in list(self._unread.items()):
+            if len(unread.tokens) > self._most:
+                self._catch_up(seq)
+        outcome = self.model.decode(batch)
+        if outcome is Outcome.DONE:
+            # A device may be at it still: nobody waits for it here.
+            self._last.size = size = batch.size
+            self._last.tokens[:size] = batch.tokens[:size]
+            self._last.positions[:size] = batch.positions[:size]
+            self._last.seqs[:size] = batch.seqs[:size]
+        return outcome
+
+    def _take_states(self) -> None:
+        """Take the hidden states of the last step, which the next one overwrites."""
+        batch, size = self._last, self._last.size
+        if not size:
+            return
+        batch.size = 0
+        states = self.model.hidden_states(size)
+        starts = [0, *(np.flatnonzero(np.diff(batch.seqs[:size])) + 1).tolist()]
+        for start, end in zip(starts, [*starts[1:], size], strict=True):
+            seq, position = int(batch.seqs[start]), int(batch.positions[start])
+            before = self._state_before(seq, position)
+            first = np.zeros((1, self.width), np.float32) if before is None else before[None]
+            inputs = np.concatenate([first, states[start : end - 1]])
+            self._recall(seq, position, states[start:end])
+            self._unread.setdefault(seq, _Unread(position)).add(batch.tokens[start:end], inputs)
+
+    def _read(self, seq: int, token: int | None = None) -> Outcome:
+        """Have the layers read what they have not of `seq`; and `token` behind it, with a row for that."""
+        unread = self._unread.get(seq)
+        position = self.newest(seq) + 1 if unread is None else unread.start
+        tokens: list[int] = [] if unread is None else unread.tokens
+        inputs = np.empty((0, self.width), np.float32) if unread is None else unread.inputs()
+        if token is not None:
+            state = self._state_before(seq, self.newest(seq) + 1)
+            assert state is not None
+            tokens, inputs = [*tokens, token], np.concatenate([inputs, state[None]])
+        batch = self._batch
+        for at in range(0, len(tokens), batch.capacity):
+            part = tokens[at : at + batch.capacity]
+            rows = np.zeros(len(part), np.int8)
+            if token is not None and at + len(part) == len(tokens):
+                rows[-1] = 1
+            self.layers.inputs[: len(part)] = inputs[at : at + len(part)]
+            batch.fill([BatchPart(seq, position + at, np.array(part, np.int32), rows)])
+            if (outcome := self.layers.decode(batch)) is not Outcome.DONE:
+                self.layers.remove(seq, position)
+                return outcome
+        self._unread.pop(seq, None)
+        return Outcome.DONE
+
+    def _catch_up(self, seq: int) -> None:
+        """Have the layers read what they have not: their part of the state is asked for."""
+        self._take_states()
+        if (outcome := self._read(seq)) is not Outcome.DONE:
+            raise EngineError(f"the next-token layers could not read sequence {seq} ({outcome.value})")
+
+    def _state_before(self, seq: int, position: int) -> Floats | None:
+        """The hidden state of the token before a position; None where it is not there."""
+        first, states = self._recent.get(seq, (position, ()))
+        place = position - 1 - first
+        return states[place] if 0 <= place < len(states) else None
+
+    def _recall(self, seq: int, position: int, states: Floats) -> None:
+        """Keep the hidden states from a position on: the last tokens may be cut back."""
+        first, before = self._recent.get(seq, (position, states[:0]))
+        if first <= position <= first + len(before):
+            states = np.concatenate([before[: position - first], states])
+            position = first
+        dropped = max(0, len(states) - _RECENT)
+        self._recent[seq] = position + dropped, states[dropped:].copy()
+
+    def guess(self, seq: int, token: int, draw: Callable[[Floats, int], int], count: int) -> list[int]:
+        """At most `count` tokens that the layers expect behind `token`, the next one of `seq`. `draw` takes a
+        row and the position of the token that is to be drawn from it."""
+        start = position = self.newest(seq) + 1
+        guesses: list[int] = []
+        self._take_states()
+        if self._state_before(seq, position) is None:
+            return guesses
+        try:
+            outcome = self._read(seq, token)
+            while outcome is Outcome.DONE:
+                position += 1
+                row = self._batch.size - 1
+                token = draw(self.layers.row(row), position)
+                guesses.append(token)
+                if len(guesses) == count:
+                    break
+                self.layers.inputs[0] = self.layers.hidden_behind(row)
+                self._batch.fill_tokens([seq], [position], [token])
+                outcome = self.layers.decode(self._batch)
+            return guesses
+        finally:
+            self.layers.remove(seq, start)
+
+    def adapt(self, adapters: Mapping[Adapter, float]) -> bool:
+        for seq in {*self._unread, *self._last.seqs[: self._last.size].tolist()}:
+            self._catch_up(seq)
+        return self.model.adapt(adapters) and self.layers.adapt(adapters)
+
+    # Both caches.
+
+    def remove(self, seq: int, start: int) -> None:
+        self._take_states()
+        self.model.remove(seq, start)
+        # Where the model could not do that, or dropped more, they go as far.
+        self._cut_layers(seq, self.model.newest(seq) + 1)
+
+    def _cut_layers(self, seq: int, length: int) -> None:
+        unread = self._unread.get(seq)
+        if unread is not None:
+            unread.cut(length)
+            if not unread.tokens:
+                del self._unread[seq]
+        if unread is None or length < unread.start:
+            self.layers.remove(seq, length)
+
+    def _replaced(self, seq: int) -> None:
+        """Another state is in the place of what `seq` was."""
+        self._unread.pop(seq, None)
+        self._recent.pop(seq, None)
+
+    def copy(self, src: int, dst: int) -> None:
+        self._catch_up(src)
+        self._replaced(dst)
+        self.model.copy(src, dst)
+        self.layers.copy(src, dst)
+        if src in self._recent:
+            self._recent[dst] = self._recent[src]
+
+    def clear(self) -> None:
+        self._last.size = 0
+        self.model.clear()
+        self.layers.clear()
+        self._unread.clear()
+        self._recent.clear()
+
+    def read(self, seq: int, *, partial: bool) -> NDArray[np.uint8]:
+        if partial:
+            return self.model.read(seq, partial=True)
+        self._catch_up(seq)
+        first = self.model.read(seq, partial=False)
+        size = np.frombuffer(len(first).to_bytes(_SIZE, "little"), np.uint8)
+        return np.concatenate([size, first, self.layers.read(seq, partial=False)])
+
+    def write(self, seq: int, state: NDArray[np.uint8], *, partial: bool) -> bool:
+        self._take_states()
+        if partial:
+            good = self.model.write(seq, state, partial=True)
+            self._cut_layers(seq, self.model.newest(seq) + 1)
+            return good
+        self._replaced(seq)
+        end = _SIZE + int.from_bytes(state[:_SIZE].tobytes(), "little")
+        return self.model.write(seq, state[_SIZE:end], partial=False) and self.layers.write(
+            seq, state[end:], partial=False
+        )
+
+    def capture(self, seq: int) -> Capture:
+        self._catch_up(seq)
+        model, layers = self.model.capture(seq), self.layers.capture(seq)
+        if model.rows is None or layers.rows is None:
+            return Capture(None, self.read(seq, partial=False))
+        return Capture(_JoinedRows(model.rows, layers.rows), model.tail_state)
+
+    def assemble(self, seq: int, pieces: Sequence[NDArray[np.uint8]], rest: NDArray[np.uint8] | None) -> bool:
+        if not pieces:
+            return rest is not None and self.write(seq, rest, partial=False)
+        self._take_states()
+        self._replaced(seq)
+        width = self.model.row_bytes(seq)
+        ours, theirs = ([piece[:, part] for piece in pieces] for part in (slice(width), slice(width, None)))
+        return self.model.assemble(seq, ours, rest) and self.layers.assemble(seq, theirs, None)
+
+    def row_bytes(self, seq: int) -> int | None:
+        self._catch_up(seq)
+        model, layers = self.model.row_bytes(seq), self.layers.row_bytes(seq)
+        return None if model is None or layers is None else model + layers
+
+    def prepare(self) -> None:
+        self.model.prepare()
+        self.layers.prepare()
+
+    def limit_scratch(self, nbytes: int) -> int:
+        return self.model.limit_scratch(nbytes) + self.layers.limit_scratch(nbytes)
+
+    @property
+    def scratch_bytes(self) -> int:
+        return self.model.scratch_bytes + self.layers.scratch_bytes
+
+    def stop(self) -> None:
+        self.model.stop()
+
+    def rearm(self) -> None:
+        self.model.rearm()
+
+    def close(self) -> None:
+        self.layers.close()
+        self.model.close()
+
+    # The model alone.
+
+    @property
+    def reads_on(self) -> bool:
+        return self.model.reads_on
+
+    @property
+    def kv_layers(self) -> int:
+        return self.model.kv_layers
+
+    def key_values(self, rows: NDArray[np.uint8], layer: int) -> tuple[Floats, Floats]:
+        return self.model.key_values(rows, layer)
+
+    def rope(self) -> Rope | str:
+        return self.model.rope()
+
+    def row(self, index: int) -> Floats:
+        return self.model.row(index)
+
+    def rows(self, indices: Sequence[int]) -> Floats:
+        return self.model.rows(indices)
+
+    def synchronize(self) -> None:
+        self.model.synchronize()
+
+    def hidden(self, count: int) -> Floats:
+        return self.model.hidden(count)
+
+    def newest(self, seq: int) -> int:
+        return self.model.newest(seq)
+
+    def oldest(self, seq: int) -> int:
+        return self.model.oldest(seq)
+
+    def can_shift(self) -> bool:
+        return self.model.can_shift()
+
+
+class _JoinedRows:
+    """The rows of both caches, side by side."""
+
+    def __init__(self, model: TokenRows, layers: TokenRows) -> None:
+        self._parts = (model, layers)
+        self.row_bytes = model.row_bytes + layers.row_bytes
+
+    def __len__(self) -> int:
+        return len(self._parts[0])
+
+    def cut(self, start: int, stop: int) -> NDArray[np.uint8]:
+        return np.hstack([rows.cut(start, stop) for rows in self._parts])

@@ -1,0 +1,213 @@
+"""The model's own next-token layers (MTP): what they hold goes wherever the sequence's state goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import perdure
+from perdure import Context, Model
+from perdure.engine.context import Feed
+from perdure.engine.contract import Floats
+from perdure.errors import IncompatibleStateError, InvalidInputError, RowError
+
+NAME = "deepseek2-mtp"
+TOKENS = [int(token) for token in np.random.default_rng(3).integers(0, 256, 80)]
+
+
+@pytest.fixture(scope="module")
+def model(zoo_path: Callable[[str], Path]) -> Iterator[Model]:
+    with Model(zoo_path(NAME), mtp=True) as model:
+        yield model
+
+
+def opened(model: Model, **settings: object) -> Context:
+    return model.context(**{"n_ctx": 128, "n_seq": 3, "threads": 1, "mtp": True, **settings})  # type: ignore[arg-type]
+
+
+def likeliest(row: Floats, position: int) -> int:
+    return int(row.argmax())
+
+
+def expected(context: Context, seq: int = 0) -> Floats:
+    """The row that the first guess is drawn from."""
+    rows: list[Floats] = []
+
+    def seen(row: Floats, position: int) -> int:
+        rows.append(row.copy())
+        return 0
+
+    context.guess(7, seen, seq)
+    return rows[0]
+
+
+def guesses(context: Context, seq: int = 0, count: int = 6) -> list[int]:
+    return context.guess(7, likeliest, seq, count=count)
+
+
+def test_guessing_changes_neither_the_sequence_nor_its_rows(model: Model) -> None:
+    with opened(model) as context:
+        context.decode(TOKENS)
+        row, state = context.logits().copy(), context.save()
+        first = guesses(context)
+        assert len(first) == 6
+        assert guesses(context) == first
+        assert context.tokens() == TOKENS
+        np.testing.assert_array_equal(context.logits().copy(), row)
+        assert context.save() == state
+
+
+def test_positions_of_what_is_drawn_follow_the_token(model: Model) -> None:
+    seen: list[int] = []
+
+    def draw(row: Floats, position: int) -> int:
+        seen.append(position)
+        return int(row.argmax())
+
+    with opened(model) as context:
+        context.decode(TOKENS)
+        context.guess(7, draw, count=3)
+    assert seen == [len(TOKENS) + 1, len(TOKENS) + 2, len(TOKENS) + 3]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_fork_and_a_copy_by_rows_guess_alike(model: Model, shared: bool) -> None:
+    with opened(model, shared=shared) as context:
+        context.decode(TOKENS)
+        context.fork(0, 1)
+        np.testing.assert_allclose(expected(context, 1), expected(context), atol=0.05)
+        rows = context.capture(0).rows
+        assert rows is not None
+        context.assemble(TOKENS, [rows.cut(0, 32), rows.cut(32, 80)], None, 2)
+        again = context.capture(2).rows
+        assert again is not None
+        np.testing.assert_array_equal(again.cut(0, 80), context.capture(0).rows.cut(0, 80))  # type: ignore[union-attr]
+        # What comes behind a state that was put back follows on it in both.
+        context.step([Feed(seq, [5]) for seq in range(3)])
+        for seq in (1, 2):
+            context.step([Feed(seq, [6])])
+        assert guesses(context, 1)
+        assert guesses(context, 2)
+
+
+def test_a_saved_state_has_both_parts(model: Model) -> None:
+    with opened(model) as context, opened(model) as other:
+        context.decode(TOKENS)
+        other.load(context.save())
+        mine, theirs = context.capture().rows, other.capture().rows
+        assert mine is not None
+        assert theirs is not None
+        np.testing.assert_array_equal(mine.cut(0, 80), theirs.cut(0, 80))
+        # There is no hidden state before the next token yet.
+        assert guesses(other) == []
+        other.decode([5])
+        assert len(guesses(other)) == 6
+
+
+def test_their_part_of_the_state_is_used(model: Model) -> None:
+    """What was put back is read by the layers: with other rows they guess otherwise."""
+    with opened(model) as context:
+        context.decode(TOKENS)
+        rows = context.capture().rows
+        assert rows is not None
+        whole = rows.cut(0, 80)
+        with model.context(n_ctx=128, threads=1) as plain:
+            width = plain.row_bytes()
+        assert width is not None
+        spoiled = whole.copy()
+        spoiled[:, width:] = spoiled[::-1, width:]
+        found: list[Floats] = []
+        for piece in (whole, whole, spoiled):
+            context.assemble(TOKENS, [piece], None, 1)
+            context.decode([5, 6, 8], 1)
+            found.append(expected(context, 1))
+        np.testing.assert_array_equal(found[0], found[1])
+        assert np.abs(found[0] - found[2]).max() > 1e-3
+
+
+def test_a_cut_takes_both_back(model: Model) -> None:
+    with opened(model) as context:
+        context.decode(TOKENS[:75])
+        before = expected(context)
+        context.decode(TOKENS[75:])
+        context.truncate(75)
+        # Read in steps of other sizes, which round otherwise; one token more or less is far off.
+        np.testing.assert_allclose(expected(context), before, atol=0.05)
+        context.decode(TOKENS[75:])
+        assert np.abs(expected(context) - before).max() > 0.5
+        rows = context.capture().rows
+        assert rows is not None
+        assert len(rows) == 80
+
+
+def test_state_without_the_layers_is_foreign(model: Model) -> None:
+    with opened(model) as context, model.context(n_ctx=128, n_seq=3, threads=1) as plain:
+        plain.decode(TOKENS)
+        with pytest.raises(IncompatibleStateError):
+            context.load(plain.save())
+        assert not plain.guesses
+        with pytest.raises(InvalidInputError, match="mtp=True"):
+            guesses(plain)
+
+
+def test_replies_are_those_of_the_model_alone(model: Model) -> None:
+    with opened(model) as context, model.context(n_ctx=128, n_seq=3, threads=1) as plain:
+        for each in (context, plain):
+            each.decode(TOKENS)
+        guesses(context)
+        # Every token goes through the last layer there, not the last one alone: it rounds otherwise.
+        np.testing.assert_allclose(context.logits().copy(), plain.logits().copy(), atol=1e-4)
+        with pytest.raises(RowError):
+            context.logits(3)
+
+
+def test_a_full_sequence_has_no_room_for_guesses(model: Model) -> None:
+    with opened(model) as context:
+        context.decode(TOKENS)
+        context.decode(TOKENS[:46])
+        assert len(guesses(context, count=9)) == 2
+        context.decode([1, 2])
+        assert guesses(context) == []
+
+
+def test_a_model_without_such_layers_is_refused(zoo_path: Callable[[str], Path]) -> None:
+    with pytest.raises(InvalidInputError, match="no next-token layers"):
+        perdure.open(zoo_path("llama"), n_ctx=64, draft="mtp")
+    with (
+        Model(zoo_path(NAME)) as model,
+        pytest.raises(InvalidInputError, match="loaded without"),
+    ):
+        model.context(n_ctx=64, mtp=True)
+    with pytest.raises(InvalidInputError, match="exact"):
+        perdure.open(zoo_path(NAME), n_ctx=64, draft="mtp", exact=True)
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_replies_with_guesses_wake_and_go_on(
+    zoo_path: Callable[[str], Path], tmp_path: Path, isolated: bool
+) -> None:
+    """With the model's layers guessing, a session sleeps, wakes and writes what it would have without."""
+    told = []
+    for draft, speculate in ((None, 0), ("mtp", 3)):
+        store = tmp_path / str(speculate)
+        texts = []
+        for _ in range(2):
+            with perdure.open(
+                zoo_path(NAME),
+                n_ctx=512,
+                threads=1,
+                store=store,
+                draft=draft,
+                isolated=isolated,
+                cache=1 << 24,
+            ) as runtime:
+                session = runtime.session("one", max_tokens=12, temperature=0, ignore_eos=True)
+                reply = session.say("Tell me more", speculate=speculate)
+                texts.append(list(reply.tokens))
+                if speculate:
+                    assert reply.timings.drafted_tokens > 0
+        told.append(texts)
+    assert told[0] == told[1]
