@@ -75,7 +75,7 @@ class AdapterSet:
     def __hash__(self) -> int:
         return hash(self.key)
 
-    def activated(self, prompt: Sequence[int] | NDArray[np.int32]) -> AdapterSet:
+    def activated(self, prompt: Sequence[int] | NDArray[np.integer]) -> AdapterSet:
         """The set for a prompt: an activated LoRA is used from the last place on where its invocation tokens
         stand, and not at all where they do not."""
         waiting = [pair for pair in self.scales if pair[0].invocation]
@@ -199,13 +199,13 @@ class AdapterTable:
         return self.resolve(self._default or {})
 
     def choose(
-        self, scales: Scales | None, tokens: Sequence[int] | NDArray[np.int32] = ()
+        self, scales: Scales | None, tokens: Sequence[int] | NDArray[np.integer] = ()
     ) -> AdapterSet | None:
         """The set for a prompt of `tokens` of who names `scales`, or nothing. None: what the context has."""
         scales = self._default if scales is None else scales
         return None if scales is None else self.resolve(scales, tokens)
 
-    def resolve(self, scales: Scales, tokens: Sequence[int] | NDArray[np.int32] = ()) -> AdapterSet:
+    def resolve(self, scales: Scales, tokens: Sequence[int] | NDArray[np.integer] = ()) -> AdapterSet:
         """The set that `scales` name, for a prompt of `tokens`. Files are judged and loaded here."""
         if not isinstance(scales, Mapping) or not all(isinstance(source, str) for source in scales):
             raise InvalidInputError(f"adapters are files or names with their scales, got {scales!r}")

@@ -90,6 +90,14 @@ class Host(StoreHost, Protocol):
     def write_behind(
         self, tokens: Sequence[int], namespace: str, saved: int, *, adapters: Mapping[str, float] | None
     ) -> int: ...
+    def save_in_quiet(
+        self,
+        tokens: Sequence[int],
+        namespace: str,
+        conversation: str,
+        *,
+        adapters: Mapping[str, float] | None,
+    ) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
