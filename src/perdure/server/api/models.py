@@ -221,7 +221,10 @@ async def detokenize(asked: DetokenizeRequest, app_state: ServedDep, caller: Cal
 def _models(app_state: AppState) -> list[ModelAnswer]:
     found = [_model(app_state, model.name, model) for model in app_state.models]
     found = found or [_model(app_state, app_state.name, None)]
-    views = [(app_state.of_model(model), model) for model in app_state.models] or [(app_state, None)]
+    views: list[tuple[AppState, PooledModel | None]] = [
+        (app_state.of_model(model), model) for model in app_state.models
+    ]
+    views = views or [(app_state, None)]
     return [
         *found,
         *(_model(view, view.name, model, adapter) for view, model in views for adapter in view.adapters),
