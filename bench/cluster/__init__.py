@@ -198,30 +198,29 @@ def wake(run: Run) -> Iterator[Figure]:
     the same machine; in the other ones it slept on another machine. SmolLM2-135M, one thread."""
     words = "The harbour lies still this morning, and the ferry comes in at ten past nine. "
     text, rounds = words * run.pick(60, 25), run.pick(5, 3)
-    with tempfile.TemporaryDirectory() as name, ExitStack() as held, Watch() as watch:
+    with tempfile.TemporaryDirectory() as name, ExitStack() as held:
         folder = Path(name)
         url = held.enter_context(postgres())
-        computed = list(_computing(url(folder / "alone"), text, rounds))
         shared = {"a shared directory": f"file://{folder}/shared", **dict(_places(held, folder))}
-        for tier, times in (
-            ("memory", _own(url(folder / "memory"), text, rounds, sleep=False)),
-            ("the disk", _own(url(folder / "disk"), text, rounds, sleep=True)),
-            *(
-                (tier, _moved(url(folder / f"{number}-m0"), place, text, rounds))
-                for number, (tier, place) in enumerate(shared.items())
-            ),
-        ):
-            tokens, nbytes, seconds = times
-            size = f", {nbytes / tokens:,.0f} bytes a token" if nbytes else ""
-            yield Figure(
-                name=f"first token of a session in {tier}, {tokens:,} tokens{size}",
-                against="computing",
-                unit="ms",
-                gauge=Gauge.COST,
-                pairs=Pairs(tuple(each * 1e3 for each in seconds), tuple(each * 1e3 for each in computed)),
-                target=at_least(1),
-                machine=watch.machine,
-            )
+        with Watch() as watch:
+            computed = list(_computing(url(folder / "alone"), text, rounds))
+            measured = {
+                "memory": _own(url(folder / "memory"), text, rounds, sleep=False),
+                "the disk": _own(url(folder / "disk"), text, rounds, sleep=True),
+            }
+            for number, (tier, place) in enumerate(shared.items()):
+                measured[tier] = _moved(url(folder / f"{number}-m0"), place, text, rounds)
+    for tier, (tokens, nbytes, seconds) in measured.items():
+        size = f", {nbytes / tokens:,.0f} bytes a token" if nbytes else ""
+        yield Figure(
+            name=f"first token of a session in {tier}, {tokens:,} tokens{size}",
+            against="computing",
+            unit="ms",
+            gauge=Gauge.COST,
+            pairs=Pairs(tuple(each * 1e3 for each in seconds), tuple(each * 1e3 for each in computed)),
+            target=at_least(1),
+            machine=watch.machine,
+        )
 
 
 def _places(held: ExitStack, folder: Path) -> Iterator[tuple[str, str]]:

@@ -1,8 +1,9 @@
-"""`perdure serve` and mlx-lm's own server over one folder, each in a process, and one client for both."""
+"""`perdure serve`, mlx-lm's and mlx-vlm's servers over one folder, each in a process, and one client."""
 
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -23,7 +24,7 @@ class Server:
     def __init__(self, kind: str, folder: Path, place: Path) -> None:
         self.kind = kind
         self._folder = str(folder.absolute())
-        self._store = str(place / "store")
+        self._store = str(place / f"{kind} store")
         self._log = (place / f"{kind}.log").open("ab")
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -44,10 +45,18 @@ class Server:
         if self.kind == "perdure":
             words = ["perdure.cli", "serve", "-m", self._folder, "--ctx", "2048", "--slots", "4"]
             words += ["--store", self._store]
+        elif self.kind == "mlx-vlm":
+            words = ["mlx_vlm.server", "--model", self._folder, "--host", "127.0.0.1"]
         else:
             words = ["mlx_lm", "server", "--model", self._folder, "--max-tokens", "8"]
         command = [sys.executable, "-m", *words, "--port", str(self._port)]
-        self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
+        self._process = subprocess.Popen(
+            command,
+            stdout=self._log,
+            stderr=self._log,
+            # mlx-vlm has its cache, and where that is, from its environment.
+            env={**os.environ, "APC_ENABLED": "1", "APC_DISK_PATH": self._store},
+        )
         deadline = time.monotonic() + 300
         while time.monotonic() < deadline:
             if self._process.poll() is not None:

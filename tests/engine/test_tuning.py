@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,11 @@ import perdure
 from perdure import InvalidInputError, Model, system
 from perdure.backend import LocalBackend
 from perdure.engine import tuning
-from perdure.engine.tuning import Tuning, recall, remember, tune, tuned
+from perdure.engine.contract import LoadingKeywords
+from perdure.engine.llama.engine import LlamaEngine
+from perdure.engine.tuning import Tuning, place, recall, recall_place, remember, tune, tuned
 
+ENGINE = LlamaEngine()
 FOUND = Tuning(threads=1, n_batch=32, k_type="f16", v_type="f16", prompt=100.0, reply=10.0)
 
 
@@ -109,3 +113,70 @@ def test_the_command_says_what_it_found(zoo_path: Callable[[str], Path], tmp_pat
     done = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "Forgotten" in done.stderr
+
+
+class Placed:
+    """A made-up model on a made-up GPU."""
+
+    digest = "d" * 64
+
+    def __init__(self, loading: LoadingKeywords, experts: int) -> None:
+        self.gpu_layers = 0 if loading.get("gpu_layers") == 0 else 4
+        self.cpu_experts = 4 if loading.get("cpu_experts") == "all" else 0
+        self.sizes = SimpleNamespace(experts=(experts,) * 4)
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize(
+    ("experts", "gpu", "spread", "cpu", "best"),
+    [
+        (1, 10.0, 20.0, 5.0, {"cpu_experts": "all"}),
+        (1, 10.0, 10.2, 5.0, {}),
+        (1, 10.0, 20.0, 30.0, {"gpu_layers": 0}),
+        (0, 10.0, 20.0, 5.0, {}),
+    ],
+)
+def test_the_fastest_placement_is_remembered_and_no_model_stays_loaded(
+    monkeypatch: pytest.MonkeyPatch, experts: int, gpu: float, spread: float, cpu: float, best: dict[str, Any]
+) -> None:
+    loaded: list[Placed] = []
+
+    def load(loading: LoadingKeywords) -> Any:
+        assert all(model.closed for model in loaded), "two models in memory at once"
+        loaded.append(Placed(loading, experts))
+        return loaded[-1]
+
+    def speeds(model: Any, context: dict[str, Any]) -> tuple[float, float]:
+        return (cpu if not model.gpu_layers else spread if model.cpu_experts else gpu), 1.0
+
+    monkeypatch.setattr(tuning, "_speeds", speeds)
+    assert place(load) == best
+    assert loaded[-1].closed
+    assert recall_place(lambda: Placed.digest) == best
+    assert recall_place(lambda: "another") == {}
+
+
+def test_a_machine_without_a_gpu_has_one_place_and_reads_no_file_for_it(
+    zoo_path: Callable[[str], Path],
+) -> None:
+    assert place(lambda _: Model(zoo_path("llama"), gpu_layers=0)) == {}
+    assert recall_place(lambda: pytest.fail("nothing was tuned, so no digest is needed")) == {}
+
+
+def test_a_model_opens_where_it_was_placed_unless_somebody_chose(
+    zoo_path: Callable[[str], Path], file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = zoo_path("qwen3moe")
+    with Model(path, gpu_layers=0) as model:
+        tuning._write(tuning._place_key(model.digest), {"cpu_experts": "all"})
+        layers = len(model.sizes.layers)
+    with ENGINE.open(str(path), cells=64) as placed:
+        assert placed.cpu_experts == layers  # type: ignore[attr-defined]
+    with ENGINE.open(str(path), cells=64, cpu_experts=0) as chosen:
+        assert chosen.cpu_experts == 0  # type: ignore[attr-defined]
+    file.write_text(file.read_text().replace('"all"', '"../../x"'))
+    with ENGINE.open(str(path), cells=64) as usual:
+        assert usual.cpu_experts == 0  # type: ignore[attr-defined]

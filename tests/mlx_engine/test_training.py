@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from perdure.chat.template.template import Template
 from perdure.cli.app import app
 from perdure.engine.registry import open_model
 from perdure.errors import InvalidInputError
-from perdure.training import Plan, from_messages, read_chats, train
+from perdure.training import Example, Plan, from_messages, read_chats, read_pairs, train
+from perdure.training.preference import Pair
 from server.live_server import live_server
 from subjects import Subject
 
@@ -175,3 +177,70 @@ def test_what_cannot_be_trained_is_said_before_anything_is_written(llama: Path, 
     assert not (tmp_path / "out").exists()
     told = CliRunner().invoke(app, ["train", str(llama), str(tmp_path / "out")])
     assert told.exit_code != 0
+
+
+def write_pairs(path: Path, count: int = 40) -> Path:
+    lines = [
+        {
+            "prompt": f"what of {WORDS[number % 8]} {number}",
+            "chosen": "nothing was given",
+            "rejected": "a lot",
+        }
+        for number in range(count)
+    ]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return path
+
+
+def test_of_two_replies_the_better_one_becomes_likelier(llama: Path, tmp_path: Path) -> None:
+    """Before training the model is its own reference: the loss is that of a coin, ln 2."""
+    pytest.importorskip("mlx_lm_lora", reason="pip install 'perdure[preference]'")
+    data = write_pairs(tmp_path / "pairs.jsonl")
+    options = f"--pairs {data} --steps 8 --learning-rate 0.01 --longest 128 --json"
+    told = CliRunner().invoke(app, f"train {llama} {tmp_path / 'polite'} {options}")
+    assert told.exit_code == 0, told.output
+    facts = json.loads(told.output)
+    assert facts["before"] == pytest.approx(0.6931, abs=1e-3)
+    assert facts["after"] < 0.35
+    assert (facts["trained"], facts["held_out"]) == (36, 4)
+    with perdure.open(
+        str(llama), n_ctx=256, slots=1, adapter_names={"polite": str(tmp_path / "polite")}
+    ) as rt:
+        asked: dict[str, Any] = {"max_tokens": 8, "temperature": 0}
+        plain = rt.chat([Message(role="user", content="what of the rain")], **asked).text
+        named = rt.chat(
+            [Message(role="user", content="what of the rain")], adapters={"polite": 1.0}, **asked
+        ).text
+        assert plain != named
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        '{"prompt": "x", "chosen": "y"}',
+        '{"chosen": "x", "rejected": "y"}',
+        '{"prompt": 1, "chosen": "x", "rejected": "y"}',
+        '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], '
+        '"chosen": "x", "rejected": "y"}',
+        "[]",
+    ],
+)
+def test_a_line_that_is_no_pair_is_named(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(f'{{"prompt": "a", "chosen": "b", "rejected": "c"}}\n{line}\n')
+    with pytest.raises(InvalidInputError, match="line 2"):
+        list(read_pairs(path))
+
+
+def test_pairs_without_their_package_or_beside_other_data_are_refused(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, target = write_pairs(tmp_path / "pairs.jsonl", 4), tmp_path / "out"
+    chats = write_chats(tmp_path / "chats.jsonl", 4)
+    told = CliRunner().invoke(app, f"train {llama} {target} --pairs {data} --data {chats}")
+    assert isinstance(told.exception, InvalidInputError) or told.exit_code != 0
+    monkeypatch.setitem(sys.modules, "mlx_lm_lora.trainer.dpo_trainer", None)
+    with pytest.raises(perdure.EngineError, match="pip install"):
+        train(llama, [Pair(Example([1, 2, 3], 1), Example([1, 2, 4], 1))] * 4, target, Plan(steps=1))
+    assert not target.exists()

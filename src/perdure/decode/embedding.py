@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from perdure.engine.adapters import PLAIN, AdapterSet, Scales
 from perdure.engine.contract import Floats, Tokens
@@ -120,7 +121,7 @@ class EmbeddingQueue:
         opened: Callable[[], Embedder],
         post: EngineCall,
         *,
-        choose: Callable[[Scales | None, Tokens], AdapterSet | None],
+        choose: Callable[[Scales | None, NDArray[np.int32]], AdapterSet | None],
         replying: Callable[[], bool],
         limit: int,
     ) -> None:

@@ -1,9 +1,11 @@
 """Tuning: the settings with which a model is fastest on this machine, measured in a minute and remembered.
 
-    {"<digest of the model>|<machine>": {"threads": 8, "n_batch": 256, "k_type": "f16", …}}
+    {"<digest of the model>|<machine>": {"threads": 8, "n_batch": 256, "k_type": "f16", …},
+     "placement|<digest of the model>|<machine>": {"cpu_experts": "all"}}
 
 A reply is what people wait for, so threads and the K/V type are chosen by the speed of a reply, and the size
-of a step by the speed of a prompt. A setting replaces the usual one only where it is clearly faster.
+of a step by the speed of a prompt. A setting replaces the usual one only where it is clearly faster. Where a
+model computes is found first: on a GPU as far as it fits, with all experts on the CPU, or on the CPU alone.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack
@@ -22,7 +24,7 @@ from perdure import system
 from perdure.atomic import atomic_write
 from perdure.config import settings
 from perdure.engine import kv_loss
-from perdure.engine.contract import ContextKeywords
+from perdure.engine.contract import ContextKeywords, LoadingKeywords
 from perdure.engine.model import Model
 from perdure.errors import InvalidInputError, OutOfMemoryError
 
@@ -113,6 +115,59 @@ def tune(
     return tuning
 
 
+_ALL_EXPERTS: LoadingKeywords = {"cpu_experts": "all"}
+_NO_GPU: LoadingKeywords = {"gpu_layers": 0}
+
+
+def place(
+    load: Callable[[LoadingKeywords], Model],
+    *,
+    seconds: float = SECONDS,
+    progress: Callable[[Trial], None] | None = None,
+) -> LoadingKeywords:
+    """Where a model's layers and experts compute fastest, as keywords to load it with; none: as usual.
+
+    `load` opens it with such keywords. It is loaded once for each place that is tried, for about so many
+    seconds in all. The result is remembered. Every place that is tried fits wherever the usual one does.
+    """
+    ends = time.monotonic() + seconds
+    with closing(load({})) as model:
+        # Without a GPU there is one place.
+        if not getattr(model, "gpu_layers", 0):
+            return {}
+        digest, sizes = model.digest, getattr(model, "sizes", None)
+        experts_move = sizes is not None and any(sizes.experts[getattr(model, "cpu_experts", 0) :])
+        best = _placed("as much on the GPU as fits", model, progress)
+    chosen: LoadingKeywords = {}
+    for what, keywords in (("all experts on the CPU", _ALL_EXPERTS), ("the CPU alone", _NO_GPU)):
+        if time.monotonic() > ends:
+            break
+        if keywords is _ALL_EXPERTS and not experts_move:
+            continue
+        with closing(load(keywords)) as model:
+            trial = _placed(what, model, progress)
+        if trial.reply > CLEARLY * best.reply:
+            chosen, best = keywords, trial
+    _write(_place_key(digest), dict(chosen) or None)
+    return chosen
+
+
+def _placed(what: str, model: Model, progress: Callable[[Trial], None] | None) -> Trial:
+    trial = Trial(what, *_speeds(model, {}))
+    if progress is not None:
+        progress(trial)
+    return trial
+
+
+def recall_place(digest: Callable[[], str]) -> LoadingKeywords:
+    """What was remembered for a model on this machine. `digest` is asked only where something was."""
+    known = _read(_file())
+    if not any(key.startswith(_PLACEMENT) for key in known):
+        return {}
+    found = known.get(_place_key(digest()))
+    return next((each for each in (_ALL_EXPERTS, _NO_GPU) if each == found), LoadingKeywords())
+
+
 def recall(model: Model) -> Tuning | None:
     """What was remembered for this model on this machine."""
     # Whoever never tuned anything must not wait for the digest of a large file.
@@ -125,12 +180,13 @@ def recall(model: Model) -> Tuning | None:
 
 
 def remember(model: Model, tuning: Tuning) -> None:
-    _write(model, dataclasses.asdict(tuning))
+    _write(_key(model), dataclasses.asdict(tuning))
 
 
 def forget(model: Model) -> None:
     """Open this model as usual again."""
-    _write(model, None)
+    _write(_key(model), None)
+    _write(_place_key(model.digest), None)
 
 
 def tuned(model: Model, context: ContextKeywords) -> ContextKeywords:
@@ -195,6 +251,13 @@ def _key(model: Model) -> str:
     return f"{model.digest}|{system.architecture()}, {system.usable_cores()} cores, {layers} layers on a GPU"
 
 
+_PLACEMENT = "placement|"
+
+
+def _place_key(digest: str) -> str:
+    return f"{_PLACEMENT}{digest}|{system.architecture()}, {system.usable_cores()} cores"
+
+
 def _file() -> Path:
     return settings().home / "tuning.json"
 
@@ -207,12 +270,12 @@ def _read(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _write(model: Model, value: dict[str, Any] | None) -> None:
+def _write(key: str, value: dict[str, Any] | None) -> None:
     with _lock:
         known = _read(_file())
-        known.pop(_key(model), None)
+        known.pop(key, None)
         if value is not None:
-            known[_key(model)] = value
+            known[key] = value
         with suppress(OSError):
             _file().parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(_file(), durable=False) as file:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from perdure.chat.message import Message, parse_messages
 from perdure.chat.template.template import Template
@@ -30,6 +30,12 @@ class Example(NamedTuple):
 
 def read_chats(path: Path) -> Iterator[tuple[Message, ...]]:
     """The conversations of a JSONL file, one a line."""
+    for where, said in read_lines(path):
+        yield _chat(said, where)
+
+
+def read_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """The values of a JSONL file, each with where it stands."""
     try:
         file = open(path, "rb")  # noqa: SIM115 - closed below
     except OSError as error:
@@ -40,14 +46,13 @@ def read_chats(path: Path) -> Iterator[tuple[Message, ...]]:
             if len(line) > _LONGEST_LINE or number > _MOST:
                 raise InvalidInputError(f"{where}: at most {_MOST} lines of {_LONGEST_LINE} bytes are read")
             if line.strip():
-                yield _chat(line, where)
+                try:
+                    yield where, json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise InvalidInputError(f"{where} is no JSON: {error}") from None
 
 
-def _chat(line: bytes, where: str) -> tuple[Message, ...]:
-    try:
-        said = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise InvalidInputError(f"{where} is no JSON: {error}") from None
+def _chat(said: Any, where: str) -> tuple[Message, ...]:
     if isinstance(said, dict) and isinstance(said.get("messages"), list):
         try:
             return parse_messages(said["messages"])
@@ -62,14 +67,14 @@ def _chat(line: bytes, where: str) -> tuple[Message, ...]:
 
 
 def from_messages(
-    model: Tokenizer, template: Template, messages: Sequence[Message], longest: int
+    model: Tokenizer, template: Template, messages: Sequence[Message], longest: int, *, last: bool = False
 ) -> Iterator[Example]:
-    """An example for each reply in a conversation, as the model's template writes it.
+    """An example for each reply in a conversation, or for the last message, as the template writes it.
 
     One that has more than `longest` tokens is left out: cut, it would teach to stop in the middle.
     """
     for place, message in enumerate(messages):
-        if message.role != "assistant" or not place:
+        if message.role != "assistant" or not place or (last and place < len(messages) - 1):
             continue
         before = template.render(messages[:place], add_generation_prompt=True)
         whole = template.render(messages[: place + 1], add_generation_prompt=False)

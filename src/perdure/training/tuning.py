@@ -24,6 +24,7 @@ from perdure.engine.mlx.packages import load
 from perdure.errors import InvalidInputError, ModelLoadError, OutOfMemoryError
 from perdure.identity import content_digest
 from perdure.training.examples import Example
+from perdure.training.preference import Pair, check_here, preferred
 
 KINDS = ("lora", "dora", "full")
 CONFIG, WEIGHTS, LOSSES = "adapter_config.json", "adapters.safetensors", "losses.jsonl"
@@ -49,6 +50,8 @@ class Plan:
     learning_rate: float = 1e-4
     longest: int = 2048
     seed: int = 0
+    beta: float = 0.1
+    """Of preference training: how much a model may leave what it was for it; less leaves more."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -62,6 +65,8 @@ class Plan:
             ("seed", 0, 2**31 - 1),
         ):
             check_whole(name, getattr(self, name), low, high)
+        if not 0 < self.beta <= 100:
+            raise InvalidInputError(f"beta is above 0 and at most 100, got {self.beta}")
         if not 0 < self.learning_rate < 10 or not 0 < self.scale < 1000:
             raise InvalidInputError(
                 f"learning_rate is above 0 and below 10, scale below 1000; got {self.learning_rate} and "
@@ -85,7 +90,7 @@ class Result:
 
 def train(
     model: Path,
-    examples: Sequence[Example],
+    examples: Sequence[Example] | Sequence[Pair],
     target: Path,
     plan: Plan,
     *,
@@ -96,7 +101,8 @@ def train(
     """Train the model in a folder on `examples`, a tenth of which is held out to measure the loss.
 
     `resume` goes on from the adapter at `target`. With a `teacher`, the folder of a model with the same
-    tokens, what that would say at each token of a reply is learned, and the loss is the KL from it.
+    tokens, what that would say at each token of a reply is learned, and the loss is the KL from it. Of pairs
+    of replies the better one becomes likelier than it was to the model before (DPO, by mlx-lm-lora's loss).
     `progress` is told each step with a loss. A run that fails leaves `target` as it was.
     """
     folder = read_folder(model)
@@ -106,6 +112,11 @@ def train(
     if not resume and target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise InvalidInputError(f"{target} is there already: resume from it, or name another folder")
     taught = None if teacher is None else _same_tokens(folder, teacher)
+    pairs = isinstance(examples[0], Pair)
+    if pairs:
+        if taught is not None:
+            raise InvalidInputError("a teacher shows replies, and pairs are judged: give one of the two")
+        check_here()
     load()
     import mlx.core as mx
     import mlx.optimizers as optim
@@ -141,8 +152,13 @@ def train(
             else:
                 linear_to_lora_layers(network, count, parameters, use_dora=plan.kind == "dora")
             batch = min(plan.batch, len(learned), len(kept))
-            loss = trainer.default_loss if taught is None else _distilled(load_model(taught.path)[0])
-            before = trainer.evaluate(network, kept, batch, -1, plan.longest, loss=loss)
+            loss, batches = trainer.default_loss, trainer.iterate_batches
+            if taught is not None:
+                loss = _distilled(load_model(taught.path)[0])
+            elif pairs:
+                loss, batches = preferred(load_model(folder.path)[0], plan.beta)
+            how = {"loss": loss, "iterate_batches": batches}
+            before = trainer.evaluate(network, kept, batch, -1, plan.longest, **how)
             arguments = trainer.TrainingArgs(
                 batch_size=batch,
                 iters=plan.steps,
@@ -157,10 +173,10 @@ def train(
                 learned,
                 None,
                 arguments,
-                loss=loss,
+                **how,
                 training_callback=Told(),
             )
-            after = trainer.evaluate(network, kept, batch, -1, plan.longest, loss=loss)
+            after = trainer.evaluate(network, kept, batch, -1, plan.longest, **how)
             if plan.kind == "full":
                 (made / WEIGHTS).unlink()
                 save_model(made, network)
@@ -227,7 +243,7 @@ def _distilled(teacher: Any) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
     return loss
 
 
-def _divided(examples: Sequence[Example], plan: Plan) -> tuple[list[Example], list[Example]]:
+def _divided(examples: Sequence[Any], plan: Plan) -> tuple[list[Any], list[Any]]:
     """What is learned, and every tenth one, which is held out."""
     if len(examples) < 2:
         raise InvalidInputError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import itertools
 import os
 import re
@@ -182,14 +183,13 @@ class _Shares:
         payers = self._eviction.payers(owner, self._more[owner], held, used, self._table.clock, self._budget)
         # Where all that they have is in use, whoever asks pays.
         for owners in (payers, [owner]):
-            leaf = self._table.least_worth(
-                lambda each, of=frozenset(owners): (  # type: ignore[misc]
-                    spared(each) or self._owner(self._table.root_of(each)) not in of
-                )
-            )
+            leaf = self._table.least_worth(functools.partial(self._is_spared, spared, frozenset(owners)))
             if leaf is not None:
                 return leaf
         return None
+
+    def _is_spared(self, spared: Callable[[BlockId], bool], payers: frozenset[str], block: BlockId) -> bool:
+        return spared(block) or self._owner(self._table.root_of(block)) not in payers
 
     def _owner(self, root: BlockId) -> str:
         if root not in self._owners:

@@ -13,6 +13,8 @@ from perdure.cli.options.shared import model_names
 from perdure.cli.output.facts import print_json
 
 if TYPE_CHECKING:
+    from perdure.engine.contract import LoadingKeywords
+    from perdure.engine.model import Model
     from perdure.engine.tuning import Trial
     from perdure.models.fit import Fit
 
@@ -155,10 +157,10 @@ def tune(
     forget: Annotated[bool, typer.Option("--forget", help="Forget what was tuned for this model.")] = False,
     as_json: shared.Json = False,
 ) -> None:
-    """Find the fastest threads, step size and K/V type for a model, in about a minute.
+    """Find the settings with which a model is fastest here.
 
-    The result is remembered for this model and machine, and used whenever the model is opened, unless you set
-    something else. Run it on an idle machine.
+    Tries threads, step sizes, K/V types and, with a GPU, placements, for a minute or two. The result is
+    remembered for this model and machine, and used unless you set something else. Run it on an idle machine.
     """
     from perdure.cli.output import terminal
     from perdure.engine import tuning
@@ -167,7 +169,16 @@ def tune(
         prompt = f", prompt {trial.prompt:,.0f} tok/s" if trial.prompt else ""
         terminal.tell(f"{trial.what}: reply {trial.reply:,.1f} tok/s{prompt}")
 
-    loaded = terminal.load(model, **groups.loading(gpu_layers, None, None, True))
+    def load(keywords: LoadingKeywords) -> Model:
+        return terminal.load(model, **(groups.loading(gpu_layers, None, None, True) | keywords))
+
+    # Not where an earlier tuning has placed it: all places are tried anew.
+    usual: LoadingKeywords = {"gpu_layers": "auto"} if gpu_layers is None else {}
+    loaded = load(usual)
+    if gpu_layers is None and not forget and getattr(loaded, "gpu_layers", 0) > 0:
+        loaded.close()
+        place = tuning.place(lambda keywords: load(keywords or usual), progress=say)
+        loaded = load(place or usual)
     with closing(loaded):
         if forget:
             tuning.forget(loaded)

@@ -12,6 +12,7 @@ from perdure.engine.contract import LoadingKeywords
 from perdure.engine.llama.offload import count_experts
 from perdure.engine.model import Model
 from perdure.engine.registry import Agree, Bars, Engine, Finding, Source, no_bars
+from perdure.engine.tuning import recall_place
 from perdure.errors import ModelError
 from perdure.identity import content_digest
 from perdure.models import other_programs
@@ -57,6 +58,13 @@ class LlamaEngine(Engine):
     ) -> Model:
         from perdure.engine.llama.model import Model as LlamaModel
 
+        chosen = settings()
+        if (
+            loading.get("gpu_layers") is None
+            and loading.get("cpu_experts") is None
+            and chosen.gpu_layers == chosen.cpu_experts == "auto"
+        ):
+            loading |= recall_place(lambda: _digest(Path(source)))
         return LlamaModel(source, cells=cells, progress=progress, **loading)
 
     def label(self, source: str) -> str:
@@ -79,7 +87,7 @@ class LlamaEngine(Engine):
         # The same bytes in another place. Hashing takes a while, so only where the size agrees.
         if files[0].stat().st_size != Path(path).stat().st_size:
             return False
-        return "+".join(content_digest(file) for file in files) == digest
+        return _digest(files[0]) == digest
 
     def memory_needed(
         self, source: Source, room: Room, settings: Mapping[str, Any], loading: Mapping[str, Any]
@@ -111,6 +119,11 @@ class LlamaEngine(Engine):
         from perdure.engine.llama.health import findings
 
         return findings()
+
+
+def _digest(path: Path) -> str:
+    """What tells a model from others: of all the files that it is made of."""
+    return "+".join(content_digest(part.path) for part in models.read_parts(path))
 
 
 def _default_model() -> str:

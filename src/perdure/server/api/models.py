@@ -219,16 +219,14 @@ async def detokenize(asked: DetokenizeRequest, app_state: ServedDep, caller: Cal
 
 
 def _models(app_state: AppState) -> list[ModelAnswer]:
-    found = [_model(app_state, model.name, model) for model in app_state.models]
-    found = found or [_model(app_state, app_state.name, None)]
-    views: list[tuple[AppState, PooledModel | None]] = [
-        (app_state.of_model(model), model) for model in app_state.models
-    ]
-    views = views or [(app_state, None)]
-    return [
-        *found,
-        *(_model(view, view.name, model, adapter) for view, model in views for adapter in view.adapters),
-    ]
+    models: list[PooledModel | None] = [*app_state.models] or [None]
+    found: list[ModelAnswer] = []
+    adapted: list[ModelAnswer] = []
+    for model in models:
+        view = app_state if model is None else app_state.of_model(model)
+        found.append(_model(view, view.name, model))
+        adapted += [_model(view, view.name, model, adapter) for adapter in view.adapters]
+    return [*found, *adapted]
 
 
 def _model(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -28,6 +28,17 @@ def train(
             "--data", "-d", metavar="FILE", help="Chats, one a line as JSON; may be given several times."
         ),
     ] = None,
+    pairs: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--pairs",
+            metavar="FILE",
+            help="Pairs of replies, the better one first, one a line as JSON: make that one likelier (DPO).",
+        ),
+    ] = None,
+    beta: Annotated[
+        float, typer.Option("--beta", metavar="X", help="Of --pairs: less lets the model change more.")
+    ] = 0.1,
     session: Annotated[
         list[str] | None,
         typer.Option("--session", metavar="NAME", help="A session of the store; may be given several times."),
@@ -66,7 +77,7 @@ def train(
     from perdure.cli.output.progress import working
     from perdure.engine.mlx.engine import ENGINE
     from perdure.errors import InvalidInputError
-    from perdure.training import Plan, from_messages
+    from perdure.training import Plan, from_messages, pair_of, read_pairs
     from perdure.training import train as run
 
     plan = Plan(
@@ -79,17 +90,24 @@ def train(
         learning_rate=rate,
         longest=longest,
         seed=seed,
+        beta=beta,
     )
-    if not data and not session:
-        raise InvalidInputError("give conversations to learn from: --data FILE or --session NAME")
+    if not data and not session and not pairs:
+        raise InvalidInputError("give something to learn from: --data FILE, --session NAME or --pairs FILE")
+    if pairs and (data or session):
+        raise InvalidInputError("pairs are judged, and other conversations are learned: give one of the two")
     chats = list(_chats(data or (), session or (), store))
+    judged = [pair for file in pairs or () for pair in read_pairs(file)]
     opened = ENGINE.open(ENGINE.fetch(model), cells=0)
     try:
         info = opened.info
         template = Template.of_model(info.template, info.bos, info.eos)
-        examples = [
+        examples: Sequence[Any] = [
             each for messages in chats for each in from_messages(opened, template, messages, plan.longest)
         ]
+        if pairs:
+            found = [pair_of(opened, template, pair, plan.longest) for pair in judged]
+            examples = [pair for pair in found if pair is not None]
     finally:
         opened.close()
     with working("Training") as bar:
