@@ -164,7 +164,8 @@ def test_each_rule_is_listed_in_the_answer_costs_its_words_and_is_off_by_one_fla
     with perdure.open(ToyModel(), n_ctx=4096, slots=2) as rt:
         for stable in (True, False):
             history: list[Message] = [said("system", "You are an agent. " * 8)]
-            computed, notes = [], []
+            computed: list[int] = []
+            notes: list[str] = []
             for n in range(3):
                 if rule is TOOLS:
                     tools.reverse()

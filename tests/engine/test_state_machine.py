@@ -134,7 +134,7 @@ def test_the_checker_notices_states_that_a_failed_step_mislaid(
 @on("toy-full", "toy-recurrent")
 def test_the_checker_notices_forks_that_are_one(name: str, find_subject: Find, monkeypatch: Patch) -> None:
     def alias(self: ToyCore, src: int, dst: int) -> None:
-        self._held[dst] = self._held[src]
+        self._states[dst] = self._states[src]
 
     monkeypatch.setattr(ToyCore, "copy", alias)
     found_in(find_subject(name), "ends at|warm is not cold|failed to decode")

@@ -340,8 +340,8 @@ def until_saved(rt: Runtime) -> None:
     while due_in_quiet(inside(rt).engine_loop):
         time.sleep(0.001)
     # In the engine thread: not before what it does now is done.
-    tiers = inside(rt).slot_cache.tiers
-    inside(rt).engine_loop.call(lambda: [tier.flush() for tier in tiers.lower])
+    for tier in inside(rt).slot_cache.tiers.lower:
+        inside(rt).engine_loop.call(tier.flush)
 
 
 @pytest.mark.parametrize("drops", [False, True], ids=["as it came", "without reasoning"])
