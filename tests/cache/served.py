@@ -29,6 +29,7 @@ BOUND = {
     "qwen3": 2.1e-4,
     "qwen3moe": 2e-2,
     "deepseek2": 2e-2,
+    "deepseek2-mtp": 2e-2,
     "gemma3": 2.3e-4,
     "mamba": 1e-8,
     "jamba": 2.1e-4,
@@ -36,7 +37,7 @@ BOUND = {
 }
 """The KL of a row from a fresh context's by rounding alone, at most, as measured:
 docs/internals/exactness_measurements.md."""
-EXPERTS = ("qwen3moe", "deepseek2", "mlx-qwen3moe")
+EXPERTS = ("qwen3moe", "deepseek2", "deepseek2-mtp", "mlx-qwen3moe")
 """Rounding can send a token to another expert, so that only equal shapes tell noise from error."""
 PLENTY = 64 << 20
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Unpack
 
 import pytest
 
@@ -173,10 +173,14 @@ def test_a_model_opens_where_it_was_placed_unless_somebody_chose(
     with Model(path, gpu_layers=0) as model:
         tuning._write(tuning._place_key(model.digest), {"cpu_experts": "all"})
         layers = len(model.sizes.layers)
-    with ENGINE.open(str(path), cells=64) as placed:
-        assert placed.cpu_experts == layers  # type: ignore[attr-defined]
-    with ENGINE.open(str(path), cells=64, cpu_experts=0) as chosen:
-        assert chosen.cpu_experts == 0  # type: ignore[attr-defined]
+
+    def experts_here(**chosen: Unpack[LoadingKeywords]) -> int:
+        model = ENGINE.open(str(path), cells=64, **chosen)
+        assert isinstance(model, Model)
+        with model:
+            return model.cpu_experts
+
+    assert experts_here() == layers
+    assert experts_here(cpu_experts=0) == 0
     file.write_text(file.read_text().replace('"all"', '"../../x"'))
-    with ENGINE.open(str(path), cells=64) as usual:
-        assert usual.cpu_experts == 0  # type: ignore[attr-defined]
+    assert experts_here() == 0
