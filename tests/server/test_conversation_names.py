@@ -11,6 +11,7 @@ import pytest
 
 from decode.observed import toy
 from perdure.server.core.keys import Keys, new_key
+from perdure.sessions.agent_conversation import AgentConversation
 from perdure.sessions.info import as_tree
 from perdure.sessions.session import Session
 from server.live_server import LiveServer, live_server, opened
@@ -166,6 +167,11 @@ def test_parents_give_the_tree_of_agents(tenant: Tenant, protocol: str) -> None:
     rows = tenant.server.runtime.sessions.list(tenant.namespace)
     tree = [(level, row.name) for level, row in as_tree(rows)]
     assert tree == [(0, "dynamo:child"), (0, "sglang:a"), (1, "sglang:b")]
+
+
+def test_no_conversation_is_its_own_parent() -> None:
+    assert AgentConversation(name="a", parent="a").origin == {}
+    assert AgentConversation(name="a:b", parent="a").origin == {"parent": "a"}
 
 
 def test_an_agent_that_is_started_with_its_parents_history_branches_off_there(client: httpx.Client) -> None:

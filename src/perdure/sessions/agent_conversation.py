@@ -39,6 +39,11 @@ class AgentConversation:
     closes: bool = False
     """Whether the request is its last: its state then leaves the slots."""
 
+    def __post_init__(self) -> None:
+        if self.parent == self.name:
+            # A client may name itself: nothing is its own parent.
+            object.__setattr__(self, "parent", "")
+
     @property
     def origin(self) -> dict[str, str]:
         """What its sessions say of where they come from."""
