@@ -130,7 +130,7 @@ def test_kernels_that_do_not_fit_say_what_to_do(state: str, tmp_path: Path) -> N
     made = folder / "librow_kernels.so"
     if state == "old":
         source = folder / "__init__.py"
-        source.write_text(source.read_text().replace("_VERSION = ", "_VERSION = 1"))
+        source.write_text(source.read_text().replace("\nVERSION = ", "\nVERSION = 1"))
     else:
         made.unlink()
     if state == "broken":
