@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 import perdure
+from inside import core_of
 from perdure import Context, Model
 from perdure.engine.context import Feed
 from perdure.engine.contract import Floats
+from perdure.engine.llama.next_token import NextTokenCore
 from perdure.errors import IncompatibleStateError, InvalidInputError, RowError
 
 NAME = "deepseek2-mtp"
@@ -141,6 +143,34 @@ def test_a_cut_takes_both_back(model: Model) -> None:
         rows = context.capture().rows
         assert rows is not None
         assert len(rows) == 80
+
+
+def test_a_ctrl_c_while_hidden_states_are_taken_loses_none(model: Model) -> None:
+    """Wherever it strikes, both caches are in step afterwards."""
+    with opened(model) as context, opened(model) as calm:
+        core = core_of(context)
+        assert isinstance(core, NextTokenCore)
+        for each in (context, calm):
+            each.decode(TOKENS[:60])
+            each.decode(TOKENS[60:70])
+        take = core.model.hidden_states
+
+        def interrupted(count: int) -> Floats:
+            take(count)
+            patch.undo()
+            raise KeyboardInterrupt
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(core.model, "hidden_states", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                context.decode(TOKENS[70:])
+        for each in (context, calm):
+            each.truncate(70)
+            each.decode(TOKENS[70:])
+        mine, theirs = context.capture().rows, calm.capture().rows
+        assert mine is not None
+        assert theirs is not None
+        np.testing.assert_array_equal(mine.cut(0, 80), theirs.cut(0, 80))
 
 
 def test_state_without_the_layers_is_foreign(model: Model) -> None:

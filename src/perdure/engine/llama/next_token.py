@@ -129,9 +129,10 @@ class _Unread:
         self.tokens: list[int] = []
         self._inputs: list[Floats] = []
 
-    def add(self, tokens: NDArray[np.int32], inputs: Floats) -> None:
-        self.tokens += tokens.tolist()
+    def add(self, position: int, tokens: NDArray[np.int32], inputs: Floats) -> None:
+        self.cut(position)
         self._inputs.append(inputs)
+        self.tokens += tokens.tolist()
 
     def inputs(self) -> Floats:
         return np.concatenate(self._inputs)
@@ -139,7 +140,7 @@ class _Unread:
     def cut(self, length: int) -> None:
         """Drop what is at positions from `length` on."""
         keep = max(0, length - self.start)
-        if keep < len(self.tokens):
+        if keep < max(len(self.tokens), sum(map(len, self._inputs))):
             self._inputs = [self.inputs()[:keep]]
             del self.tokens[keep:]
 
@@ -194,7 +195,6 @@ class NextTokenCore:
         batch, size = self._last, self._last.size
         if not size:
             return
-        batch.size = 0
         states = self.model.hidden_states(size)
         starts = [0, *(np.flatnonzero(np.diff(batch.seqs[:size])) + 1).tolist()]
         for start, end in zip(starts, [*starts[1:], size], strict=True):
@@ -203,7 +203,9 @@ class NextTokenCore:
             first = np.zeros((1, self.width), np.float32) if before is None else before[None]
             inputs = np.concatenate([first, states[start : end - 1]])
             self._recall(seq, position, states[start:end])
-            self._unread.setdefault(seq, _Unread(position)).add(batch.tokens[start:end], inputs)
+            self._unread.setdefault(seq, _Unread(position)).add(position, batch.tokens[start:end], inputs)
+        # Last: a Ctrl-C may have come before, and then all of it is taken again.
+        batch.size = 0
 
     def _read(self, seq: int, token: int | None = None) -> Outcome:
         """Have the layers read what they have not of `seq`; and `token` behind it, with a row for that."""
@@ -216,6 +218,9 @@ class NextTokenCore:
             assert state is not None
             tokens, inputs = [*tokens, token], np.concatenate([inputs, state[None]])
         batch = self._batch
+        if tokens:
+            # What a Ctrl-C has left there is read again.
+            self.layers.remove(seq, position)
         for at in range(0, len(tokens), batch.capacity):
             part = tokens[at : at + batch.capacity]
             rows = np.zeros(len(part), np.int8)
