@@ -37,6 +37,8 @@ class BlockTable:
         self._touched: dict[BlockId, int] = {}
         self._chains: _Chains | None = None
         """Of which chain each block is; known from when it is first asked for, when room is short."""
+        self._starts: set[BlockId] | None = None
+        """Where chains start, or two of the places; known from when it is first asked for."""
         self._count, self.nbytes = self._total("blocks"), self._total("nbytes")
 
     def __len__(self) -> int:
@@ -97,6 +99,14 @@ class BlockTable:
                 return found
             limit *= 2
 
+    def has_several_chains(self, new: Iterable[Block]) -> bool:
+        """Whether chains start in more than one place, with those of new blocks. The table is looked through
+        for that once."""
+        if self._starts is None:
+            rows = self._index.rows("SELECT DISTINCT parent FROM block WHERE start = 0 LIMIT 2")
+            self._starts = {parent for (parent,) in rows}
+        return len(self._starts | {block.parent for block in new if not block.start}) > 1
+
     def root_of(self, block: BlockId) -> BlockId:
         """Where the chain of a block starts; what is no block here starts one."""
         return self._known_chains().roots.get(block, block)
@@ -135,7 +145,7 @@ class BlockTable:
                     self._index.run("INSERT OR REPLACE INTO total VALUES (?, ?)", name, value)
         except BaseException:
             self._count, self.nbytes = before
-            self._chains = None
+            self._chains = self._starts = None
             raise
 
     def add(self, block: Block | BlockMeta, size: int, *, used: int | None = None) -> None:
@@ -146,6 +156,8 @@ class BlockTable:
         self.nbytes += more
         if self._chains is not None:
             self._chains.add(block.id, block.parent, more, self._clock)
+        if self._starts is not None and not block.start and len(self._starts) < 2:
+            self._starts.add(block.parent)
         self._index.run(
             "INSERT OR REPLACE INTO block VALUES (?, ?, ?, ?, ?, ?, ?,"
             " NOT EXISTS (SELECT 1 FROM block WHERE parent = ?))",
@@ -178,7 +190,7 @@ class BlockTable:
     def clear(self) -> None:
         self._index.run("DELETE FROM block")
         self._count = self.nbytes = 0
-        self._chains = None
+        self._chains = self._starts = None
 
     def touch(self, block: BlockId) -> None:
         """Note that a block was used just now; it is written down with the next change."""
@@ -209,7 +221,7 @@ class BlockTable:
                 self._index.run("DELETE FROM block WHERE id = ?", name)
             for entry in [*new, *wrong]:
                 self.add(entry, entry.nbytes, used=0)
-            self._chains = None
+            self._chains = self._starts = None
             self._index.run("UPDATE block SET leaf = id NOT IN (SELECT parent FROM block)")
             self._count, self.nbytes = len(there), sum(entry.nbytes for entry in there.values())
         return len(new), len(missing), len(wrong)

@@ -507,14 +507,24 @@ class DiskTier(BlockTier):
         own = {block.parent for block in blocks} | {block.id for block in blocks}
         victims: list[BlockId] = []
         count = 0
+
+        def is_spared(block: BlockId) -> bool:
+            return block in own or self.pinned(block)
+
         with self.table.writing():
             # Who was read lately must be known before somebody is chosen.
             self.table.flush_touches()
-            shares = _Shares(self.table, self.eviction, self.budget)
+            several = self.table.has_several_chains(blocks)
+            shares = _Shares(self.table, self.eviction, self.budget) if several else None
             for block, end in zip(blocks, ends, strict=True):
-                shares.wants(block)
+                if shares is not None:
+                    shares.wants(block)
                 while block.file_size <= self.budget < self.nbytes + end:
-                    leaf = shares.victim(block, lambda each: each in own or self.pinned(each))
+                    leaf = (
+                        self.table.least_worth(is_spared)
+                        if shares is None
+                        else shares.victim(block, is_spared)
+                    )
                     if leaf is None or not self.eviction.may_evict(block.id, leaf[1]):
                         break
                     victims.append(leaf[0])
