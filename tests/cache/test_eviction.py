@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from numpy.typing import NDArray
 
 from counting import size_of
 from inside import nodes_of
@@ -32,14 +33,21 @@ def parts(*numbers: int) -> list[int]:
     return [token for number in numbers for token in (number, number, 0, 1)]
 
 
-def store(tier: MemoryTier, tokens: Sequence[int], use: Use) -> list[BlockId]:
-    """A request of these tokens, and their blocks stored behind it; which of them are kept."""
-    root = ROOTS[use.namespace]
-    ids = np.array(tokens, np.int32)
+def told(
+    tier: MemoryTier | DiskTier, tokens: Sequence[int], use: Use
+) -> tuple[BlockId, NDArray[np.int32], list[BlockId]]:
+    """A tier is told of a request of these tokens: where its chain starts, the tokens, the blocks."""
+    root, ids = ROOTS[use.namespace], np.array(tokens, np.int32)
     names = list(chain(root, ids, SIZE))
     tier.eviction.owns(root, use.namespace)
     tier.revalue(tier.eviction.use(names, use))
     tier.eviction.write(names, [], use)
+    return root, ids, names
+
+
+def store(tier: MemoryTier, tokens: Sequence[int], use: Use) -> list[BlockId]:
+    """A request of these tokens, and their blocks stored behind it; which of them are kept."""
+    root, ids, names = told(tier, tokens, use)
     parent, start = root, 0
     for name in names:
         rows = np.ones((SIZE, 100), np.uint8)
@@ -195,12 +203,7 @@ def test_a_namespace_that_nobody_asks_for_loses_its_share() -> None:
 
 def on_disk(tier: DiskTier, tokens: Sequence[int], use: Use) -> list[BlockId]:
     """The same on a disk."""
-    root = ROOTS[use.namespace]
-    ids = np.array(tokens, np.int32)
-    names = list(chain(root, ids, SIZE))
-    tier.eviction.owns(root, use.namespace)
-    tier.revalue(tier.eviction.use(names, use))
-    tier.eviction.write(names, [], use)
+    root, ids, names = told(tier, tokens, use)
     blocks = [
         Block.make(parent, start, ids[start : start + SIZE], np.ones((SIZE, 100), np.uint8), None)
         for parent, start in zip([root, *names], range(0, len(ids), SIZE), strict=False)
