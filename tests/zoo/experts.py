@@ -46,8 +46,8 @@ VALUE = 32
 QUERY_RANK = 32
 
 
-def deepseek2(sheet: Sheet, vocabulary: int) -> None:
-    layers, dense = 3, 1
+def deepseek2(sheet: Sheet, vocabulary: int, layers: int = 3) -> None:
+    dense = 1
     sizes(sheet, layers, kv_heads=1, key=LATENT + ROTATED, value=LATENT, rotated=ROTATED)
     expert_sizes(sheet)
     sheet.set(
