@@ -207,7 +207,7 @@ class LocalBackend:
             undo.callback(self.context.close)
             if drafters is None:
                 drafters = [NgramDrafter()]
-                if self.context.guesses:
+                if self.context.capabilities.guesses:
                     drafters.append(NextTokenDrafter(self.context))
                 if draft is not None:
                     drafters.append(_draft_model(draft, self, context.get("threads")))

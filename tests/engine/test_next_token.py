@@ -178,7 +178,8 @@ def test_state_without_the_layers_is_foreign(model: Model) -> None:
         plain.decode(TOKENS)
         with pytest.raises(IncompatibleStateError):
             context.load(plain.save())
-        assert not plain.guesses
+        assert not plain.capabilities.guesses
+        assert context.capabilities.guesses
         with pytest.raises(InvalidInputError, match="mtp=True"):
             guesses(plain)
 

@@ -38,6 +38,8 @@ class Capabilities:
     """Among how many threads a step is divided: another number sums in another order, in the last bits."""
     asynchronous: bool = False
     """A step may return before it is computed, as on a GPU: whoever reads a row waits for it."""
+    guesses: bool = False
+    """The model has layers here that guess the next tokens."""
 
 
 class Outcome(enum.Enum):

@@ -9,11 +9,11 @@ half a hundredth of its time and that first credit, whatever it writes and whoev
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from perdure.decode.scheduler import Budget, Chunk, Step
@@ -160,8 +160,8 @@ class Prices:
         """Of the drafters that were asked so far."""
         return max(map(self.price, self._seconds), default=0.0)
 
-    def believed(self, source: str, guesses: int, seconds: float) -> float:
-        """Learn what a draft took; what of it is held against it."""
+    def charge(self, source: str, guesses: int, seconds: float) -> float:
+        """Learn what a draft took; what of it its stream pays for."""
         each, count = seconds / guesses, self._counts.get(source, 0) + 1
         self._counts[source] = count
         before = self._seconds.get(source, each)
@@ -284,8 +284,8 @@ class Speculator:
         drafts: dict[Chunk, Draft] = {}
         chances: list[tuple[float, int, Chunk]] = []
         for at, (chunk, stream) in enumerate(zip(chunks, streams, strict=True)):
-            pays = _Pays(self, stream, known, len(chunks))
-            draft = self._ask(chunk, min(MAX_GUESSES, room), pays)
+            paying = functools.partial(self._guesses_that_pay, stream, known, len(chunks))
+            draft = self._ask(chunk, min(MAX_GUESSES, room), paying)
             if draft is None:
                 continue
             drafts[chunk] = draft
@@ -401,19 +401,22 @@ class Speculator:
             stream = self._streams[sequence] = _Stream(credit)
         return stream
 
-    def _ask(self, chunk: Chunk, count: int, pays: _Pays | None = None) -> Draft | None:
-        """The guess of the first drafter that has a good one; else the first."""
+    def _ask(self, chunk: Chunk, count: int, paying: Callable[[str], int] | None = None) -> Draft | None:
+        """The guess of the first drafter that has a good one; else the first. `paying` tells how many guesses
+        of a drafter are worth to be asked for."""
         sequence = chunk.sequence
         # The last token that may be written is drawn, never guessed; and the cache has room for so many.
         count = min(count, sequence.room - 1, self._n_ctx - len(sequence.tokens))
         if count < 1:
             return None
-        return self._first_guess(sequence, count, pays)
+        return self._first_guess(sequence, count, paying)
 
-    def _first_guess(self, sequence: TokenSequence, count: int, pays: _Pays | None) -> Draft | None:
+    def _first_guess(
+        self, sequence: TokenSequence, count: int, paying: Callable[[str], int] | None
+    ) -> Draft | None:
         doubtful: Draft | None = None
         for drafter in list(self._drafters):
-            most = count if pays is None else min(count, pays.guesses(drafter.name))
+            most = count if paying is None else min(count, paying(drafter.name))
             if most < 1:
                 continue
             started = self._clock()
@@ -429,13 +432,13 @@ class Speculator:
                 self._asking += took
             else:
                 draft = draft._replace(tokens=draft.tokens[:most])
-                self._asking += self._prices.believed(draft.source, len(draft.tokens), took)
+                self._asking += self._prices.charge(draft.source, len(draft.tokens), took)
                 if draft.confidence > _DOUBTFUL:
                     return draft
                 doubtful = doubtful or draft
         return doubtful
 
-    def guesses_that_pay(self, source: str, stream: _Stream, known: int, streams: int) -> int:
+    def _guesses_that_pay(self, stream: _Stream, known: int, streams: int, source: str) -> int:
         """How many guesses of a drafter are worth to be asked for, before anything is known of them."""
         plain, price = self._costs.seconds(known), self._prices.price(source)
         if price <= _DEAR * plain:
@@ -459,15 +462,3 @@ class Speculator:
             # Now and then it is tried all the same: the text may have changed.
             return 1
         return count
-
-
-class _Pays(NamedTuple):
-    """Whom a drafter is asked for, to tell how many of its guesses pay off."""
-
-    speculator: Speculator
-    stream: _Stream
-    known: int
-    streams: int
-
-    def guesses(self, source: str) -> int:
-        return self.speculator.guesses_that_pay(source, self.stream, self.known, self.streams)

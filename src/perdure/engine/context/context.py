@@ -453,11 +453,6 @@ class Context(StateCalls):
             self._ready()
             return function(self._core.rows(self._rows.all_live(places)))
 
-    @property
-    def guesses(self) -> bool:
-        """Whether the model has layers here that guess the next tokens."""
-        return isinstance(self._core, GuessingCore)
-
     def guess(
         self, token: int, draw: Callable[[Floats, int], int], seq: int = 0, *, count: int = 1
     ) -> list[int]:

@@ -420,6 +420,7 @@ class Model(FileModel):
                 max_outputs=params.n_outputs_max,
                 threads=params.n_threads,
                 asynchronous=self._offload.layers > 0,
+                guesses=mtp,
             ),
             identity=identity,
             n_ctx=n_ctx,
