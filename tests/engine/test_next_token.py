@@ -98,6 +98,8 @@ def test_a_fork_and_a_copy_by_rows_guess_alike(model: Model, shared: bool) -> No
 def test_a_saved_state_has_both_parts(model: Model) -> None:
     with opened(model) as context, opened(model) as other:
         context.decode(TOKENS)
+        # What was there before is forgotten.
+        other.decode(TOKENS[::-1])
         other.load(context.save())
         mine, theirs = context.capture().rows, other.capture().rows
         assert mine is not None
@@ -135,7 +137,11 @@ def test_a_cut_takes_both_back(model: Model) -> None:
         context.decode(TOKENS[:75])
         before = expected(context)
         context.decode(TOKENS[75:])
+        assert expected(context).any()
         context.truncate(75)
+        with opened(model) as shorter:
+            shorter.decode(TOKENS[:75])
+            assert len(context.save()) == len(shorter.save())
         # Read in steps of other sizes, which round otherwise; one token more or less is far off.
         np.testing.assert_allclose(expected(context), before, atol=0.05)
         context.decode(TOKENS[75:])
