@@ -49,7 +49,11 @@ class Dear:
 
     name = "dear"
 
-    def __init__(self, chance: float, price: float, first: float = 0.0) -> None:
+    def __init__(
+        self, chance: float, price: float, first: float = 0.0, *, starts_wrong: bool = False
+    ) -> None:
+        """With `starts_wrong` the first draft for each reply is wrong."""
+        self._met: set[TokenSequence] | None = set() if starts_wrong else None
         self.now = 0.0
         self.asked = 0
         self._chance = chance
@@ -61,6 +65,9 @@ class Dear:
         count = min(count, 5)
         self.now += count * self._price + self._first * (not self.asked)
         self.asked += count
+        if self._met is not None and sequence not in self._met:
+            self._met.add(sequence)
+            return Draft([WRONG] * count, 0.7, self.name)
         return Draft(
             [RIGHT if self._dice.random() < self._chance else WRONG for _ in range(count)], 0.7, "dear"
         )
@@ -150,9 +157,11 @@ def test_no_stream_is_slower_than_98_percent(slope: float, chance: float) -> Non
             assert gain >= 0.98
 
 
-def dear_world(chance: float, price: float, *, prepares: bool, slope: float = 0.12) -> tuple[World, Dear]:
+def dear_world(
+    chance: float, price: float, *, prepares: bool, slope: float = 0.12, starts_wrong: bool = False
+) -> tuple[World, Dear]:
     first = 0.3 if prepares else 0.0
-    drafter = Dear(chance, price * 0.01, first)
+    drafter = Dear(chance, price * 0.01, first, starts_wrong=starts_wrong)
     speculator = Speculator([drafter], n_ctx=4096, prepares=prepares, clock=lambda: drafter.now)
     world = World(speculator, slope, first=10 * first, change=0.05, clock=lambda: drafter.now)
     return world, drafter
@@ -166,6 +175,13 @@ def test_guesses_of_a_model_pay_off_where_they_are_right(prepares: bool, price: 
     gains = [world.write(256)[0][1] for _ in range(7)]
     assert statistics.median(gains) > gain
     assert min(gains) > 1.0
+
+
+def test_a_wrong_draft_at_the_start_ends_no_guessing() -> None:
+    """A new stream's credit is for more than one of them."""
+    world, _ = dear_world(0.8, 0.15, prepares=False, starts_wrong=True)
+    gains = [world.write(256)[0][1] for _ in range(9)]
+    assert statistics.median(gains) > 1.3
 
 
 @pytest.mark.parametrize("prepares", [False, True])

@@ -44,8 +44,6 @@ _WORTH = 1.02
 """How much more a step with guesses must promise."""
 _MODEL = 0.7
 """How likely a guess of a model is taken to be right before any was."""
-_BET = 0.5
-"""Of a stream's credit that one draft of a model may cost: so some wrong ones in a row do not end it."""
 _DEAREST = 5
 """Guesses of a model for a step, at most."""
 _DOUBTFUL = 0.68
@@ -454,7 +452,7 @@ class Speculator:
             tokens += right
             size = known + at * streams
             seconds = self._costs.seconds(size) + self._costs.change(size) + at * streams * price
-            if seconds - plain > _BET * stream.credit:
+            if seconds - plain > stream.credit:
                 break
             if at in _LENGTHS and tokens / seconds > best:
                 best, count = tokens / seconds, at
