@@ -37,7 +37,7 @@ from perdure.pool.backend import PooledBackend
 from perdure.runtime import Runtime
 from perdure.server.core.api_error import ApiError
 from perdure.server.core.keys import KeyAccount, Keys
-from perdure.server.core.metrics import Metrics, RecentRequests
+from perdure.server.core.metrics import REPORT, DailyReports, Metrics, RecentRequests, written_bytes
 from perdure.server.core.settings import AllowedHosts, Limits, LiveSettings, ReplyDefaults
 from perdure.server.core.shared_keys import share
 from perdure.server.core.visit import SESSION, VISIT, Sign, Visit
@@ -187,7 +187,10 @@ class AppState:
             with suppress(TemplateError):
                 _ = self.runtime.chat_format
         self.metrics = Metrics(self.loaded_runtimes)
-        self.recent = RecentRequests()
+        folder = self.runtime.sessions.store.own_folder()
+        path = None if folder is None else folder / REPORT
+        daily = DailyReports(path, written=lambda: written_bytes(self.loaded_runtimes()))
+        self.recent = RecentRequests(daily)
         self._limiters: dict[int, anyio.CapacityLimiter] = {}
         # Where sessions are kept, so is what seals: signatures are known again after a restart.
         key = self.runtime.sessions.store.key or secrets.token_bytes(32)
@@ -284,6 +287,7 @@ class AppState:
 
     def save(self) -> None:
         """Write down what is remembered over a restart."""
+        self.recent.daily.save()
         for runtime in list(self.life.warming):
             with suppress(PerdureError):
                 if (beginnings := runtime.chat_format.beginnings) is not None:
