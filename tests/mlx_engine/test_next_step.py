@@ -73,7 +73,7 @@ def test_a_step_that_was_built_gives_the_same_bits(find_subject: Find, name: str
 
 
 def test_rows_are_written_in_place(llama: Path) -> None:
-    """A step that was built has handles of the rows before it: kept too long, all are copied at each token."""
+    """A step that was built has handles of the rows before it: kept too long, all are copied at a token."""
     model = open_model(llama, {}, cells=0)
     with model.context(n_ctx=900, n_seq=1, n_batch=100) as ctx:
         ctx.decode([number % 256 for number in range(800)])

@@ -121,8 +121,8 @@ def _write_weights(config: Mapping[str, Any], path: Path, seed: str) -> None:
     for name, value in tree_flatten(made(arguments.from_dict(dict(config))).parameters()):
         shape = tuple(value.shape)
         if name.endswith("dt_proj.bias"):
-            # As real models begin: a state keeps what it read for tens of tokens. The class's own bias makes it
-            # forget a token behind twenty more, and then no logits tell a wrong token from the right one.
+            # As real models begin: a state keeps what it read for tens of tokens. The class's own bias makes
+            # it forget a token behind twenty more, and then no logits tell a wrong token from the right one.
             steps = np.exp(random.uniform(np.log(0.01), np.log(0.1), shape))
             weights[name] = mx.array(np.log(np.expm1(steps)).astype(np.float32))
             continue
