@@ -121,13 +121,32 @@ class RowCache:
         new.put(self.rows(self.base, self.offset), self.base, self.offset)
         return new
 
+    def handle(self) -> RowCache:
+        """The same rows, to build on while this one stays as it is. Both may not be computed."""
+        new = self.fresh()
+        new.put([part[...] for part in self.parts], self.base, self.offset)
+        return new
+
     def fresh(self) -> RowCache:
-        return RowCache(
+        return type(self)(
             window=self.window,
             keeps=self.keeps,
             bits=getattr(self, "bits", 0),
             group=getattr(self, "group_size", 0),
         )
+
+
+class ChunkCache(RowCache):
+    """Rows of a layer whose tokens see their own chunk alone, as llama4's.
+
+    The model's class masks the other chunks, so that all rows can be kept, and the sequence be cut anywhere.
+    """
+
+    start_position = 0
+    """The first row's position, for the class's mask."""
+
+    def maybe_trim_front(self) -> None:
+        """Nothing is given up."""
 
 
 def causal(count: int, offset: int, limit: int, window: int | None, *, return_array: bool) -> Any:
@@ -155,6 +174,8 @@ class StateCache(theirs.ArraysCache):  # type: ignore[misc]
         new = self.fresh()
         new.cache = list(self.cache)
         return new
+
+    handle = twin
 
     def fresh(self) -> StateCache:
         return StateCache(len(self.cache))
@@ -191,6 +212,8 @@ def made_for(model: Any, *, keeps_window: bool = True, bits: int = 0, group: int
                     "a window cannot be quantised on this engine; leave k_type and v_type out"
                 )
             return RowCache(window=cache.max_size, keeps=keeps_window)
+        if type(cache) is theirs.ChunkedKVCache:
+            return ChunkCache(bits=bits, group=group)
         if type(cache) is theirs.ArraysCache:
             return StateCache(len(cache.cache))
         raise ModelLoadError(
