@@ -68,6 +68,7 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "base",
         "memory",
         "block_index",
+        "shares",
         "disk",
         "archive",
         "places",
