@@ -30,6 +30,9 @@ _RECENT = 64
 """Hidden states of a sequence that are kept: the last tokens may be cut back by fewer."""
 _UNREAD = 32
 """Tokens that the layers leave for later, at most."""
+_SINGLY = 8
+"""Tokens that the layers read one by one before they guess: as the guesses are, so that all these steps are
+of one shape, which the library plans and a GPU prepares once. A step of another shape takes twice as long."""
 _SIZE = 8
 """Bytes that say how long the model's part of a whole state is."""
 
@@ -107,17 +110,49 @@ class _ModelCore(LlamaCore):
         self._lib.llama_set_embeddings_nextn(self._context, True, False)
 
     def hidden_states(self, count: int) -> Floats:
-        """Those of all tokens of the last step."""
+        """Those of all tokens of the last step, over engine memory: there is a row for each, in their order.
+        The next step overwrites them."""
         self.synchronize()
-        states = np.empty((count, self.width), np.float32)
-        for index in range(count):
-            states[index] = _hidden_at(self._hidden_address(self._context, index), self.width)
-        return states
+        first = self._hidden_address(self._context, 0)
+        return _hidden_at(first, count * self.width).reshape(count, self.width)
 
     def open_layers(self, weights: Weights, params: Any) -> _LayerCore:
         """The next-token layers for this context."""
         params.ctx_type, params.ctx_other = _LAYERS, self._context
         return _LayerCore(weights, params)
+
+
+class _RecentStates:
+    """The last hidden states of a sequence, by position."""
+
+    def __init__(self, width: int) -> None:
+        self._states = np.empty((2 * _RECENT, width), np.float32)
+        self._first = 0
+        """The position of the first one."""
+        self._count = 0
+
+    def before(self, position: int) -> Floats | None:
+        """That of the token before a position; None where it is not there."""
+        place = position - 1 - self._first
+        return self._states[place] if 0 <= place < self._count else None
+
+    def add(self, position: int, states: Floats) -> None:
+        """Those from a position on; what was there is dropped."""
+        kept = position - self._first
+        skipped = max(0, len(states) - _RECENT)
+        if skipped or not 0 <= kept <= self._count:
+            position, states, kept = position + skipped, states[skipped:], 0
+        if kept + len(states) > len(self._states):
+            # Now and then the last ones move to the front.
+            self._states[:_RECENT] = self._states[kept - _RECENT : kept]
+            kept = _RECENT
+        self._states[kept : kept + len(states)] = states
+        self._first, self._count = position - kept, kept + len(states)
+
+    def copy(self) -> _RecentStates:
+        other = _RecentStates(self._states.shape[1])
+        other.add(self._first, self._states[: self._count])
+        return other
 
 
 class _Unread:
@@ -171,8 +206,7 @@ class NextTokenCore:
         """The last step of the model, if its hidden states are still there."""
         self._most = min(_UNREAD, params.n_batch - 1)
         self._unread: dict[int, _Unread] = {}
-        self._recent: dict[int, tuple[int, Floats]] = {}
-        """By sequence, its last hidden states, and the position of the first of these."""
+        self._recent: dict[int, _RecentStates] = {}
 
     # Computing.
 
@@ -199,10 +233,13 @@ class NextTokenCore:
         starts = [0, *(np.flatnonzero(np.diff(batch.seqs[:size])) + 1).tolist()]
         for start, end in zip(starts, [*starts[1:], size], strict=True):
             seq, position = int(batch.seqs[start]), int(batch.positions[start])
-            before = self._state_before(seq, position)
-            first = np.zeros((1, self.width), np.float32) if before is None else before[None]
-            inputs = np.concatenate([first, states[start : end - 1]])
-            self._recall(seq, position, states[start:end])
+            if seq not in self._recent:
+                self._recent[seq] = _RecentStates(self.width)
+            before = self._recent[seq].before(position)
+            inputs = np.empty((end - start, self.width), np.float32)
+            inputs[0] = 0 if before is None else before
+            inputs[1:] = states[start : end - 1]
+            self._recent[seq].add(position, states[start:end])
             self._unread.setdefault(seq, _Unread(position)).add(position, batch.tokens[start:end], inputs)
         # Last: a Ctrl-C may have come before, and then all of it is taken again.
         batch.size = 0
@@ -221,10 +258,12 @@ class NextTokenCore:
         if tokens:
             # What a Ctrl-C has left there is read again.
             self.layers.remove(seq, position)
-        for at in range(0, len(tokens), batch.capacity):
-            part = tokens[at : at + batch.capacity]
+        singly = token is not None and len(tokens) <= _SINGLY
+        size = 1 if singly else batch.capacity
+        for at in range(0, len(tokens), size):
+            part = tokens[at : at + size]
             rows = np.zeros(len(part), np.int8)
-            if token is not None and at + len(part) == len(tokens):
+            if singly or (token is not None and at + len(part) == len(tokens)):
                 rows[-1] = 1
             self.layers.inputs[: len(part)] = inputs[at : at + len(part)]
             batch.fill([BatchPart(seq, position + at, np.array(part, np.int32), rows)])
@@ -242,18 +281,8 @@ class NextTokenCore:
 
     def _state_before(self, seq: int, position: int) -> Floats | None:
         """The hidden state of the token before a position; None where it is not there."""
-        first, states = self._recent.get(seq, (position, ()))
-        place = position - 1 - first
-        return states[place] if 0 <= place < len(states) else None
-
-    def _recall(self, seq: int, position: int, states: Floats) -> None:
-        """Keep the hidden states from a position on: the last tokens may be cut back."""
-        first, before = self._recent.get(seq, (position, states[:0]))
-        if first <= position <= first + len(before):
-            states = np.concatenate([before[: position - first], states])
-            position = first
-        dropped = max(0, len(states) - _RECENT)
-        self._recent[seq] = position + dropped, states[dropped:].copy()
+        recent = self._recent.get(seq)
+        return None if recent is None else recent.before(position)
 
     def guess(self, seq: int, token: int, draw: Callable[[Floats, int], int], count: int) -> list[int]:
         """At most `count` tokens that the layers expect behind `token`, the next one of `seq`. `draw` takes a
@@ -312,7 +341,7 @@ class NextTokenCore:
         self.model.copy(src, dst)
         self.layers.copy(src, dst)
         if src in self._recent:
-            self._recent[dst] = self._recent[src]
+            self._recent[dst] = self._recent[src].copy()
 
     def clear(self) -> None:
         self._last.size = 0
