@@ -30,9 +30,10 @@ _RECENT = 64
 """Hidden states of a sequence that are kept: the last tokens may be cut back by fewer."""
 _UNREAD = 32
 """Tokens that the layers leave for later, at most."""
-_SINGLY = 8
-"""Tokens that the layers read one by one before they guess: as the guesses are, so that all these steps are
-of one shape, which the library plans and a GPU prepares once. A step of another shape takes twice as long."""
+_TOGETHER = 8
+"""Tokens of each step that guesses: the last ones are read again with the new one, so that all these steps
+are of one shape, which the library plans and a GPU prepares once. A step of another shape takes twice as
+long as the tokens that are read again."""
 _SIZE = 8
 """Bytes that say how long the model's part of a whole state is."""
 
@@ -122,36 +123,46 @@ class _ModelCore(LlamaCore):
         return _LayerCore(weights, params)
 
 
-class _RecentStates:
-    """The last hidden states of a sequence, by position."""
+class _Recent:
+    """The last tokens of a sequence and the hidden states behind them, by position."""
 
     def __init__(self, width: int) -> None:
+        self._tokens = np.empty(2 * _RECENT, np.int32)
         self._states = np.empty((2 * _RECENT, width), np.float32)
         self._first = 0
         """The position of the first one."""
         self._count = 0
 
-    def before(self, position: int) -> Floats | None:
-        """That of the token before a position; None where it is not there."""
+    def state_before(self, position: int) -> Floats | None:
+        """The hidden state behind the token before a position; None where it is not there."""
         place = position - 1 - self._first
         return self._states[place] if 0 <= place < self._count else None
 
-    def add(self, position: int, states: Floats) -> None:
+    def last(self, count: int, end: int) -> tuple[NDArray[np.int32], Floats]:
+        """At most `count` tokens before the position `end`, and what goes in beside each: the hidden state
+        behind the token before it."""
+        stop = end - self._first
+        start = max(1, stop - count)
+        return self._tokens[start:stop], self._states[start - 1 : stop - 1]
+
+    def add(self, position: int, tokens: NDArray[np.int32], states: Floats) -> None:
         """Those from a position on; what was there is dropped."""
         kept = position - self._first
         skipped = max(0, len(states) - _RECENT)
         if skipped or not 0 <= kept <= self._count:
-            position, states, kept = position + skipped, states[skipped:], 0
+            position, tokens, states, kept = position + skipped, tokens[skipped:], states[skipped:], 0
         if kept + len(states) > len(self._states):
             # Now and then the last ones move to the front.
-            self._states[:_RECENT] = self._states[kept - _RECENT : kept]
+            for each in (self._tokens, self._states):
+                each[:_RECENT] = each[kept - _RECENT : kept]
             kept = _RECENT
-        self._states[kept : kept + len(states)] = states
-        self._first, self._count = position - kept, kept + len(states)
+        end = kept + len(states)
+        self._tokens[kept:end], self._states[kept:end] = tokens, states
+        self._first, self._count = position - kept, end
 
-    def copy(self) -> _RecentStates:
-        other = _RecentStates(self._states.shape[1])
-        other.add(self._first, self._states[: self._count])
+    def copy(self) -> _Recent:
+        other = _Recent(self._states.shape[1])
+        other.add(self._first, self._tokens[: self._count], self._states[: self._count])
         return other
 
 
@@ -205,8 +216,9 @@ class NextTokenCore:
         self._last = Batch(params.n_batch)
         """The last step of the model, if its hidden states are still there."""
         self._most = min(_UNREAD, params.n_batch - 1)
+        self._together = min(_TOGETHER, params.n_batch)
         self._unread: dict[int, _Unread] = {}
-        self._recent: dict[int, _RecentStates] = {}
+        self._recent: dict[int, _Recent] = {}
 
     # Computing.
 
@@ -234,44 +246,42 @@ class NextTokenCore:
         for start, end in zip(starts, [*starts[1:], size], strict=True):
             seq, position = int(batch.seqs[start]), int(batch.positions[start])
             if seq not in self._recent:
-                self._recent[seq] = _RecentStates(self.width)
-            before = self._recent[seq].before(position)
+                self._recent[seq] = _Recent(self.width)
+            tokens, before = batch.tokens[start:end], self._recent[seq].state_before(position)
             inputs = np.empty((end - start, self.width), np.float32)
             inputs[0] = 0 if before is None else before
             inputs[1:] = states[start : end - 1]
-            self._recent[seq].add(position, states[start:end])
-            self._unread.setdefault(seq, _Unread(position)).add(position, batch.tokens[start:end], inputs)
+            self._recent[seq].add(position, tokens, states[start:end])
+            self._unread.setdefault(seq, _Unread(position)).add(position, tokens, inputs)
         # Last: a Ctrl-C may have come before, and then all of it is taken again.
         batch.size = 0
 
-    def _read(self, seq: int, token: int | None = None) -> Outcome:
-        """Have the layers read what they have not of `seq`; and `token` behind it, with a row for that."""
+    def _read(self, seq: int) -> Outcome:
+        """Have the layers read what they have not of `seq`."""
         unread = self._unread.get(seq)
-        position = self.newest(seq) + 1 if unread is None else unread.start
-        tokens: list[int] = [] if unread is None else unread.tokens
-        inputs = np.empty((0, self.width), np.float32) if unread is None else unread.inputs()
-        if token is not None:
-            state = self._state_before(seq, self.newest(seq) + 1)
-            assert state is not None
-            tokens, inputs = [*tokens, token], np.concatenate([inputs, state[None]])
-        batch = self._batch
-        if tokens:
-            # What a Ctrl-C has left there is read again.
-            self.layers.remove(seq, position)
-        singly = token is not None and len(tokens) <= _SINGLY
-        size = 1 if singly else batch.capacity
+        if unread is None:
+            return Outcome.DONE
+        # What a Ctrl-C has left there is read again.
+        self.layers.remove(seq, unread.start)
+        tokens, inputs, size = np.array(unread.tokens, np.int32), unread.inputs(), self._batch.capacity
         for at in range(0, len(tokens), size):
-            part = tokens[at : at + size]
-            rows = np.zeros(len(part), np.int8)
-            if singly or (token is not None and at + len(part) == len(tokens)):
-                rows[-1] = 1
-            self.layers.inputs[: len(part)] = inputs[at : at + len(part)]
-            batch.fill([BatchPart(seq, position + at, np.array(part, np.int32), rows)])
-            if (outcome := self.layers.decode(batch)) is not Outcome.DONE:
-                self.layers.remove(seq, position)
+            outcome = self._step(seq, unread.start + at, tokens[at : at + size], inputs[at : at + size], None)
+            if outcome is not Outcome.DONE:
+                self.layers.remove(seq, unread.start)
                 return outcome
-        self._unread.pop(seq, None)
+        del self._unread[seq]
         return Outcome.DONE
+
+    def _step(
+        self, seq: int, position: int, tokens: NDArray[np.int32], inputs: Floats, row: int | None
+    ) -> Outcome:
+        """A step of the layers, with a row for the token at that place."""
+        rows = np.zeros(len(tokens), np.int8)
+        if row is not None:
+            rows[row] = 1
+        self.layers.inputs[: len(tokens)] = inputs
+        self._batch.fill([BatchPart(seq, position, tokens, rows)])
+        return self.layers.decode(self._batch)
 
     def _catch_up(self, seq: int) -> None:
         """Have the layers read what they have not: their part of the state is asked for."""
@@ -279,34 +289,45 @@ class NextTokenCore:
         if (outcome := self._read(seq)) is not Outcome.DONE:
             raise EngineError(f"the next-token layers could not read sequence {seq} ({outcome.value})")
 
-    def _state_before(self, seq: int, position: int) -> Floats | None:
-        """The hidden state of the token before a position; None where it is not there."""
-        recent = self._recent.get(seq)
-        return None if recent is None else recent.before(position)
-
     def guess(self, seq: int, token: int, draw: Callable[[Floats, int], int], count: int) -> list[int]:
         """At most `count` tokens that the layers expect behind `token`, the next one of `seq`. `draw` takes a
         row and the position of the token that is to be drawn from it."""
-        start = position = self.newest(seq) + 1
-        guesses: list[int] = []
         self._take_states()
-        if self._state_before(seq, position) is None:
-            return guesses
+        end = self.newest(seq) + 1
+        recent, unread = self._recent.get(seq), self._unread.get(seq)
+        state = None if recent is None else recent.state_before(end)
+        if recent is None or state is None:
+            return []
+        before, beside = recent.last(self._together - 1, end)
+        if unread is not None and unread.start < end - len(before):
+            self._catch_up(seq)
+        tokens, inputs = np.append(before, np.int32(token)), np.concatenate([beside, state[None]])
+        # Read again, so unread from here on, should it fail.
+        again = self._unread[seq] = _Unread(end - len(before))
+        again.add(again.start, before, beside.copy())
+        guesses: list[int] = []
+        outcome, first, row = Outcome.DONE, again.start, len(before)
         try:
-            outcome = self._read(seq, token)
-            while outcome is Outcome.DONE:
-                position += 1
-                row = self._batch.size - 1
-                token = draw(self.layers.row(row), position)
-                guesses.append(token)
+            while True:
+                outcome = Outcome.FAILED
+                self.layers.remove(seq, first)
+                outcome = self._step(seq, first, tokens, inputs, row)
+                if outcome is not Outcome.DONE:
+                    break
+                guesses.append(draw(self.layers.row(row), end + len(guesses) + 1))
                 if len(guesses) == count:
                     break
-                self.layers.inputs[0] = self.layers.hidden_behind(row)
-                self._batch.fill_tokens([seq], [position], [token])
-                outcome = self.layers.decode(self._batch)
+                state = self.layers.hidden_behind(row)
+                first += 1
+                tokens = np.append(tokens[1:], np.int32(guesses[-1]))
+                inputs = np.concatenate([inputs[1:], state[None]])
             return guesses
         finally:
-            self.layers.remove(seq, start)
+            if outcome is Outcome.DONE:
+                del self._unread[seq]
+                self.layers.remove(seq, end)
+            else:
+                self.layers.remove(seq, again.start)
 
     def adapt(self, adapters: Mapping[Adapter, float]) -> bool:
         for seq in {*self._unread, *self._last.seqs[: self._last.size].tolist()}:
