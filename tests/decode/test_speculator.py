@@ -309,3 +309,18 @@ def test_a_guess_that_takes_longer_than_it_saves_is_given_up() -> None:
     world.write(400)
     # Each takes as long as five steps, and promises a few tokens at most.
     assert 0 < Slow.asked < 40
+
+
+def test_what_a_gpu_records_at_a_change_of_size_is_none_of_its_cost() -> None:
+    costs = StepCosts(settling=2)
+    for size in 1, 4:
+        for _ in range(5):
+            costs.observe(size, float(size))
+    for _ in range(20):
+        for size in 1, 4:
+            # The first step is launched bit by bit, the second recorded.
+            for more in 0.5, 2.0, 0.0:
+                costs.observe(size, size + more)
+    assert costs.known(1) == pytest.approx(1.0)
+    assert costs.known(4) == pytest.approx(4.0)
+    assert costs.change(1) == pytest.approx(2.5 / 8, rel=0.05)

@@ -30,10 +30,6 @@ _RECENT = 64
 """Hidden states of a sequence that are kept: the last tokens may be cut back by fewer."""
 _UNREAD = 32
 """Tokens that the layers leave for later, at most."""
-_TOGETHER = 8
-"""Tokens of each step that guesses: the last ones are read again with the new one, so that all these steps
-are of one shape, which the library plans and a GPU prepares once. A step of another shape takes twice as
-long as the tokens that are read again."""
 _SIZE = 8
 """Bytes that say how long the model's part of a whole state is."""
 
@@ -216,7 +212,6 @@ class NextTokenCore:
         self._last = Batch(params.n_batch)
         """The last step of the model, if its hidden states are still there."""
         self._most = min(_UNREAD, params.n_batch - 1)
-        self._together = min(_TOGETHER, params.n_batch)
         self._unread: dict[int, _Unread] = {}
         self._recent: dict[int, _Recent] = {}
 
@@ -298,7 +293,10 @@ class NextTokenCore:
         state = None if recent is None else recent.state_before(end)
         if recent is None or state is None:
             return []
-        before, beside = recent.last(self._together - 1, end)
+        # All the steps are of one shape, which the library plans and a GPU prepares once: the last tokens are
+        # read again with each. A step of another shape than the one before takes half as long again. Most
+        # rounds add as many tokens as were guessed, and one.
+        before, beside = recent.last(min(count + 1, self._batch.capacity - 1), end)
         if unread is not None and unread.start < end - len(before):
             self._catch_up(seq)
         tokens, inputs = np.append(before, np.int32(token)), np.concatenate([beside, state[None]])
