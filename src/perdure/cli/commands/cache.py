@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -119,6 +120,9 @@ def clear(
     """Delete what is kept under labels, or everything."""
     if bool(labels) == everything:
         raise typer.BadParameter("give labels, or --all")
+    from perdure.chat.beginnings import FOLDER as BEGINNINGS
+    from perdure.cli.runtime import usual_store
+
     count = freed = 0
     with _opened(store, readonly=False) as disks:
         size = sum(disk.nbytes for disk in disks)
@@ -135,6 +139,8 @@ def clear(
                 disk.drop(blocks, prefixes)
             count += len(prefixes)
             freed += before - disk.nbytes
+    if everything:
+        shutil.rmtree((store or usual_store()) / BEGINNINGS, ignore_errors=True)
     if as_json:
         typer.echo(json.dumps({"records": count, "bytes": freed}))
     else:
