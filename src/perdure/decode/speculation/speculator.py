@@ -109,8 +109,8 @@ class StepCosts:
 
     def change(self, tokens: int) -> float:
         """What a step of so many tokens takes longer than others of its size, if it comes next: its part of
-        that, since steps mostly stay at a size for a while."""
-        return sum(self._excess) / _STAY if tokens != self._last else 0.0
+        the way there and back, since steps mostly stay at a size for a while."""
+        return 2 * sum(self._excess) / _STAY if tokens != self._last else 0.0
 
     def tries(self, tokens: int) -> int:
         """How many steps of so many tokens there were."""
