@@ -285,7 +285,7 @@ class Speculator:
         if plain is None or self._unpaid >= _UNCHECKED * (2 if self._gain > 1 else 1) or room <= 0:
             return
         streams = [self._stream(chunk.sequence, known, plain) for chunk in chunks]
-        credit = min(stream.credit for stream in streams)
+        credit = min(stream.credit for stream in streams) + self._lent(plain)
         if self._costs.seconds(known + 1) - plain > credit and not self._has_untried(chunks, known):
             return
         drafts: dict[Chunk, Draft] = {}
@@ -382,7 +382,11 @@ class Speculator:
                 if (source := self._sources.get(chunk)) is not None:
                     stream.outcomes.add(source, len(chunk.draft), chunk.agreed)
                     self._outcomes.add(source, len(chunk.draft), chunk.agreed)
-                    if not self._trying and self._prices.price(source) > _DEAR * plain:
+                    if (price := self._prices.price(source)) > _DEAR * plain:
+                        if self._trying:
+                            # What it will be, once the engine has prepared such steps.
+                            took = self._costs.seconds(known + guesses) + price * len(chunk.draft)
+                            saved = plain * (1 + chunk.agreed) - took
                         self._gain = self._gain * _LATELY + saved / plain
         self._guessed = guesses > 0
         self._costs.observe(known + guesses, seconds)
@@ -404,9 +408,12 @@ class Speculator:
         stream = self._streams.get(sequence)
         if stream is None:
             guess = max(self._costs.seconds(known + 1) - plain, _DEAR * plain) + self._prices.highest
-            credit = min(_START * plain, _CHANCES * guess) + min(max(0.0, self._gain), _MORE) * plain
-            stream = self._streams[sequence] = _Stream(credit)
+            stream = self._streams[sequence] = _Stream(min(_START * plain, _CHANCES * guess))
         return stream
+
+    def _lent(self, plain: float) -> float:
+        """Seconds that any stream may lose besides its own credit."""
+        return min(max(0.0, self._gain), _MORE) * plain
 
     def _ask(self, chunk: Chunk, count: int, paying: Callable[[str], int] | None = None) -> Draft | None:
         """The guess of the first drafter that has a good one; else the first. `paying` tells how many guesses
@@ -455,17 +462,18 @@ class Speculator:
                 if count <= _DEAREST and self._costs.tries(known + count) < _TRIES:
                     return count
         chance = self._chance(stream, source, _MODEL)
+        credit = stream.credit + self._lent(plain)
         tokens, right, count, best = 1.0, 1.0, 0, _WORTH / plain
         for at in range(1, _DEAREST + 1):
             right *= chance
             tokens += right
             size = known + at * streams
             seconds = self._costs.seconds(size) + self._costs.change(size) + at * streams * price
-            if seconds - plain > stream.credit:
+            if seconds - plain > credit:
                 break
             if at in _LENGTHS and tokens / seconds > best:
                 best, count = tokens / seconds, at
-        if not count and stream.credit >= min(_START * plain, _CHANCES * price):
+        if not count and credit >= min(_START * plain, _CHANCES * price):
             # Now and then it is tried all the same: the text may have changed.
             return 1
         return count
