@@ -32,6 +32,7 @@ PerdureError
 │   ├── StoreFullError           the disk, or the budget, has no room (.needed)
 │   │   └── QuotaError               a key has stored as much as it may (.limit)
 │   ├── StoreVersionError        it was made by a newer perdure (.found, .known)
+│   ├── StoreKeyError            its blocks are encrypted, and the key is missing or another
 │   └── StoreDamagedError        its index cannot be read; verify() rebuilds it
 ├── SessionError             a session could not be used; nothing was changed
 │   ├── SessionNotFoundError     there is none of that name, or no such memory
@@ -232,6 +233,10 @@ class StoreVersionError(StoreError):
         super().__init__(message)
         self.found = found
         self.known = known
+
+
+class StoreKeyError(StoreError):
+    """The blocks of the store are encrypted, and their key is missing, unreadable or another one."""
 
 
 class StoreDamagedError(StoreError):
