@@ -38,6 +38,7 @@ PerdureError
 │   ├── SessionNotFoundError     there is none of that name, or no such memory
 │   ├── SessionExistsError       there is one of that name already
 │   ├── SessionBusyError         it is answering another turn
+│   ├── TurnKeptError            this request is one of its turns already (.turn)
 │   └── AmbiguousError           several would do; name one (.found)
 └── ModelError               a model could not be found or fetched
     ├── ModelNotFoundError       no such name or file
@@ -257,6 +258,15 @@ class SessionExistsError(SessionError):
 
 class SessionBusyError(SessionError):
     """The session is answering another turn."""
+
+
+class TurnKeptError(SessionError):
+    """A request that was sent again is a turn of the session already: its idempotency key says so."""
+
+    def __init__(self, message: str, *, turn: int) -> None:
+        super().__init__(message)
+        self.turn = turn
+        """Its number, from 1."""
 
 
 class AmbiguousError(SessionError):

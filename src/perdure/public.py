@@ -64,6 +64,7 @@ from perdure.errors import (
     StoreVersionError,
     TemplateError,
     TokenError,
+    TurnKeptError,
     UnsupportedSystemError,
 )
 from perdure.evaluation.evaluate import Evaluation, evaluate
@@ -175,6 +176,7 @@ __all__ = [
     "ToolCall",
     "Trace",
     "Turn",
+    "TurnKeptError",
     "UnsupportedSystemError",
     "Usage",
     "evaluate",
