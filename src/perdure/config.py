@@ -31,6 +31,8 @@ Value = str | int | float | bool | list[str]
 """Of a setting in the config file."""
 SETTLED = 4096
 """Tokens of a next prompt's beginning that a server reads while it is idle, after each turn."""
+WARMED = 16_384
+"""Tokens of known clients' prompts that a server computes again after its start, while it is idle."""
 STORE_BYTES = 16 << 30
 """Blocks in a store, at most."""
 

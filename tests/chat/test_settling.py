@@ -194,6 +194,45 @@ def test_what_is_appended_is_read_ahead(tmp_path: Path) -> None:
     assert cold.raw.tokens == reply.raw.tokens
 
 
+@pytest.mark.parametrize("name", [None, "folded"])
+def test_what_follows_a_fold_is_read_ahead(name: str | None, tmp_path: Path) -> None:
+    ask: dict[str, Any] = {"max_tokens": 3, "temperature": 0, "ignore_eos": True}
+    replies = []
+    for read_ahead in (True, False):
+        with open_toy(n_ctx=2048, slots=2, store=tmp_path / str(read_ahead)) as rt:
+            session = rt.session("one", system="Be brief. " * 20)
+            for number in range(4):
+                session.say(f"Number {number} of several long messages. " * 4, **ask)
+            folded = session.fold(name, summary="Much was said. " * 10, keep=1, read_ahead=read_ahead)
+            rt.chat_format.settler.wait()
+            replies.append(folded.say("And now?", **ask))
+    settled, plain = replies
+    assert settled.raw.tokens == plain.raw.tokens
+    assert settled.reuse.computed < 60 < 200 < plain.reuse.computed
+
+
+@pytest.mark.parametrize("settle", [4096, 0])
+def test_what_follows_a_compaction_is_read_ahead(settle: int) -> None:
+    from perdure.server.core.settings import ReplyDefaults
+    from server.live_server import live_server
+    from server.scripted import steer
+
+    said = [{"role": "user", "content": f"Fact number {number} of several. " * 4} for number in range(4)]
+    with open_toy(n_ctx=2048, slots=2) as rt:
+        steer(rt, "The facts are many, and here they are all together. " * 3)
+        defaults = ReplyDefaults(settle=settle)
+        with live_server(rt, defaults=defaults) as server, server.client() as client:
+            asked = {"input": said, "instructions": "You are terse."}
+            compacted = client.post("/v1/responses/compact", json=asked).json()
+            rt.chat_format.settler.wait()
+            new = [*compacted["output"], {"role": "user", "content": "And now?"}]
+            client.post(
+                "/v1/responses", json={**asked, "input": new, "store": False, "max_output_tokens": 4}
+            ).raise_for_status()
+            latest = client.get("/v1/requests?limit=1").json()["data"][0]
+    assert (latest["reuse"]["computed"] < 60) == bool(settle)
+
+
 def test_a_server_settles_and_appends(tmp_path: Path) -> None:
     """Over HTTP: a turn, what is appended, and the next turn."""
     from perdure.server.core.settings import ReplyDefaults

@@ -198,3 +198,32 @@ def bad_length(chance: random.Random) -> bytes:
 
 def dropped(chance: random.Random) -> bytes:
     return raw(CHAT, json.dumps(hello(stream=True)).encode())
+
+
+def scanned_slowly(body: bytes) -> tuple[int, int, int]:
+    """Depth, values and members, byte by byte."""
+    level = depth = values = members = 0
+    in_text = escaping = False
+    for byte in body:
+        if byte == ord('"') and not escaping:
+            in_text = not in_text
+        elif not in_text:
+            level += (byte in b"{[") - (byte in b"}]")
+            depth = max(depth, level)
+            values += byte in b"{[,"
+            members += byte in b"{[:"
+        escaping = byte == ord("\\") and not escaping
+    return depth, values, members
+
+
+def test_a_body_is_scanned_alike_however_it_comes_in_pieces() -> None:
+    """Whatever is cut where: texts, escapes and runs of backslashes too."""
+    drawn = random.Random(8)
+    for _ in range(2000):
+        body = bytes(drawn.choices(b'"\\{}[],:x', k=drawn.randrange(1, 40)))
+        scan, at = JsonScan(), 0
+        while at < len(body):
+            size = drawn.randrange(1, 9)
+            scan.push(body[at : at + size])
+            at += size
+        assert (scan.depth, scan.values, scan.members) == scanned_slowly(body), body

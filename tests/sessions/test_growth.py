@@ -5,6 +5,7 @@ Counted as work: rows that are read and digests that are computed.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -306,6 +307,22 @@ def test_stored_responses_expire_a_few_at_a_time(tmp_path: Path, monkeypatch: py
         assert left[0] == ["r0", *made[4:]]
         assert left[-1] == ["r0"]
         assert [info.name for info in sessions.list()] == ["kept"]
+
+
+@pytest.mark.parametrize("jump", [400 * 86400.0, -400 * 86400.0], ids=["ahead", "back and right again"])
+def test_a_clock_that_jumps_ends_no_fresh_response(
+    tmp_path: Path, jump: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Class 4: what was stored a moment ago is no month old, whatever the clock says of it."""
+    real = time.time
+    if jump < 0:
+        monkeypatch.setattr(time, "time", lambda: real() + jump)
+    with Sessions(tmp_path) as sessions:
+        made = [sessions.respond(f"r{number}", {"how": "response"}).name for number in range(6)]
+        monkeypatch.setattr(time, "time", lambda: real() + max(0.0, jump))
+        for _ in range(3):
+            sessions.expire_responses(30 * 86400.0)
+        assert all(sessions.store.has("", name) for name in made)
 
 
 def test_pages_of_memories(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import functools
 import gc
 import logging
 import os
+import signal
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ from inside import core_of
 from perdure import Context, Embedder, Runtime
 from perdure import open as open_runtime
 from perdure.engine.contract import Batch, Outcome
+from perdure.engine.model import Model as AnyModel
+from perdure.engine.registry import open_model
 from perdure.memory import FullAttention, Hybrid, Recurrent, SlidingWindow
 from perdure.testing.toy import Faults, ToyModel
 from perdure.worker import service
@@ -36,6 +39,8 @@ DELAY = 10
 
 FOLDER = "PERDURE_TEST_FOLDER"
 """Where tests and rigged engines meet: two pipes, and a mark that something happened before."""
+MODEL = "PERDURE_TEST_MODEL"
+"""The file of a model that a rigged engine is made of."""
 MEAL = 600 << 20
 
 SENDING = {"sending": "_new_output", "sending a step": "pack_step"}
@@ -151,6 +156,31 @@ def changing() -> ToyModel:
     with mark().open("a") as file:
         file.write("x")
     return ToyModel(seed=mark().stat().st_size)
+
+
+def dying_at_a_copy() -> AnyModel:
+    """A model, a toy unless a file is named, whose engine is killed in a copy while the mark is there."""
+    named = os.environ[MODEL]
+    model: AnyModel = open_model(Path(named), {}, cells=0) if named else ToyModel()
+    make = model.context
+
+    def context(**settings: Any) -> Context:
+        made = make(**settings)
+        core = core_of(made)
+        copy = core.copy
+
+        def dying(src: int, dst: int) -> None:
+            copy(src, dst)
+            if mark().exists():
+                mark().unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        core.copy = dying  # type: ignore[method-assign]
+        return made
+
+    # As an object's own, whichever class of model it is.
+    vars(model)["context"] = context
+    return model
 
 
 class Rigged(ToyModel):

@@ -119,14 +119,21 @@ def _write_weights(config: Mapping[str, Any], path: Path, seed: str) -> None:
     random = np.random.default_rng(list(seed.encode()))
     weights: dict[str, Any] = {}
     for name, value in tree_flatten(made(arguments.from_dict(dict(config))).parameters()):
-        if value.ndim < 2:
-            weights[name] = value
-            continue
-        gain = 8.0 if "embed" in name else 3.0 if "head" in name else 1.5
         shape = tuple(value.shape)
-        if "A_log" in name:
+        if name.endswith("dt_proj.bias"):
+            # As real models begin: a state keeps what it read for tens of tokens. The class's own bias makes
+            # it forget a token behind twenty more, and then no logits tell a wrong token from the right one.
+            steps = np.exp(random.uniform(np.log(0.01), np.log(0.1), shape))
+            weights[name] = mx.array(np.log(np.expm1(steps)).astype(np.float32))
+            continue
+        if name.endswith("bias"):
+            # The class draws these by the clock.
+            weights[name] = mx.array(random.uniform(-0.5, 0.5, shape).astype(np.float32))
+            continue
+        if value.ndim < 2 or "A_log" in name:
             weights[name] = value
             continue
+        gain = 8.0 if "embed" in name else 3.0 if "head" in name else 0.05 if "dt_proj" in name else 1.5
         numbers = random.standard_normal(shape).astype(np.float32) * np.float32(gain / np.sqrt(shape[-1]))
         if "head" in name:
             # Marks, and tokens without a text, are hardly ever drawn: a reply's text gives its tokens.

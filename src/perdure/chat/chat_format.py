@@ -7,11 +7,13 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar, Unpack
 
 from perdure.backend import Backend
 from perdure.chat import plans
+from perdure.chat.beginnings import Beginnings
 from perdure.chat.formats.registry import detect
 from perdure.chat.message import Message, Tool, parse_messages
 from perdure.chat.options import ChatKeywords, ChatOptions, TurnKeywords
@@ -53,6 +55,8 @@ class ChatFormat:
             erased = tuple(sorted({*erased, *tool_use.template.erased_texts}))
         self.tokenizer = ChatTokenizer(backend.model, marks, erased=erased)
         self.settler = Settler(backend)
+        self.beginnings: Beginnings | None = None
+        """Where what prompts begin with is remembered over a restart; None: nowhere."""
         self._builder = PromptBuilder(backend, template, family, self.tokenizer)
         if tool_use is not None:
             tool_use.tokenizer = self.tokenizer
@@ -90,6 +94,28 @@ class ChatFormat:
         """The messages with volatile text in its place, as a prompt with `stable_prefix` has them."""
         return self._builder.settle(messages, namespace)
 
+    def remember_beginnings(self, beginnings: Beginnings) -> None:
+        """Have what prompts begin with remembered from now on."""
+        self.beginnings = beginnings
+        if self._tool_use is not None:
+            self._tool_use.beginnings = beginnings
+
+    def _use_beginning(
+        self, prompt: Prompt, options: ChatOptions, namespace: str, adapters: Mapping[str, float] | None
+    ) -> None:
+        """Remember what comes before the first turn of a prompt: its system prompt and tools."""
+        messages, tools, variables = prompt.about
+        head = tuple(takewhile(lambda each: each.role in ("system", "developer"), messages))
+        if (beginnings := self.beginnings) is None or not (head or tools):
+            return
+        about = (self.template.source, head, tools, sorted(variables.items(), key=str))
+        made = replace(options, tools=tools)
+
+        def tokens() -> Sequence[int]:
+            return self._builder.beginning(head, made, namespace=namespace, known=prompt.transcript)
+
+        self.settler.then(lambda: beginnings.use(about, tokens, namespace=namespace, adapters=adapters))
+
     def settle_next(
         self,
         messages: Sequence[Message],
@@ -104,7 +130,7 @@ class ChatFormat:
         chosen = self._for(options)
         chosen.settler.settle(
             lambda: chosen._builder.beginning(messages, options, namespace=namespace, known=known),
-            known.tokens if known is not None else (),
+            known.tokens if known is not None and known.tokens else None,
             budget=options.settle,
             namespace=namespace,
             adapters=adapters,
@@ -255,6 +281,8 @@ class ChatFormat:
                 expected=prompt.expected,
             )
             exchanges.append(Exchange(prompt, whole, reply))
+        if not request.side and prompt.prefill is None:
+            self._use_beginning(prompt, options, namespace, request.adapters)
         if (
             options.settle
             and request.n == 1

@@ -23,14 +23,34 @@ from perdure.request_options import Sampling
 
 log = logging.getLogger("perdure.chat")
 
-_WORTH = 8
-"""Tokens that the next prompt would have to read before it pays to settle them."""
+WORTH = 8
+"""Tokens that the next prompt would have to read before it pays to read them ahead."""
 _WAITING = 64
 """What is due for conversations; of more, the oldest is not done."""
 _READING = 16
 """Conversations that wait to be settled; of more, the oldest are not."""
 _IDLE = 10.0
 """Seconds after which a thread that has nothing to do ends."""
+
+
+def reading(
+    tokens: Sequence[int],
+    *,
+    namespace: str,
+    adapters: Mapping[str, float] | None,
+    conversation: str = "",
+) -> Request:
+    """Idle work that has `tokens` read, and their state kept."""
+    # The last token is doubled: what is fed to draw from is not kept.
+    return Request(
+        prompt=[*tokens, tokens[-1]],
+        max_tokens=1,
+        sampling=Sampling(temperature=0),
+        namespace=namespace,
+        adapters=adapters,
+        conversation=conversation,
+        idle=True,
+    )
 
 
 class Settler:
@@ -51,31 +71,29 @@ class Settler:
     def settle(
         self,
         beginning: Callable[[], Sequence[int]],
-        read: Sequence[int],
+        read: Sequence[int] | None,
         *,
         budget: int,
         namespace: str,
         adapters: Mapping[str, float] | None,
         conversation: str = "",
     ) -> None:
-        """Have read what `beginning` gives, up to `budget` tokens behind those that were `read` already."""
+        """Have read what `beginning` gives, up to `budget` tokens behind those that were `read` already; None
+        where that is for the cache to say."""
 
         def request() -> Request | None:
             tokens = list(beginning())
-            shared = _shared(tokens, read)
-            tokens = tokens[: min(shared + budget, self._backend.n_ctx - 2)]
-            if len(tokens) - shared < _WORTH:
+            if not tokens:
                 return None
-            # The last token is doubled: what is fed to draw from is not kept.
-            return Request(
-                prompt=[*tokens, tokens[-1]],
-                max_tokens=1,
-                sampling=Sampling(temperature=0),
-                namespace=namespace,
-                adapters=adapters,
-                conversation=conversation,
-                idle=True,
-            )
+            if read is not None:
+                shared = _shared(tokens, read)
+            else:
+                plan = self._backend.cache.plan(tokens, namespace=namespace, adapters=adapters)
+                shared = len(tokens) - plan.computed
+            tokens = tokens[: min(shared + budget, self._backend.n_ctx - 2)]
+            if len(tokens) - shared < WORTH:
+                return None
+            return reading(tokens, namespace=namespace, adapters=adapters, conversation=conversation)
 
         self._add(request)
 

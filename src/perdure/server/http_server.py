@@ -137,6 +137,8 @@ class HttpServer(uvicorn.Server):
         # What the first call in a thread imports, and that thread: not while the first client waits.
         await anyio.to_thread.run_sync(lambda: None)
         await super().startup(sockets)
+        if self._app_state.is_loaded:
+            self._app_state.warm_up()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await self._drain()
@@ -147,6 +149,7 @@ class HttpServer(uvicorn.Server):
             await super().shutdown(sockets)
         finally:
             ending.cancel()
+            await self._app_state.work(self._app_state.save)
             self._read_engine_in(None)
             self._watching.close()
 

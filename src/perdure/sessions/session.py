@@ -351,11 +351,13 @@ class Session(SessionView):
         *,
         summary: str | None = None,
         keep: int = 2,
+        read_ahead: bool = True,
         **settings: Unpack[TurnKeywords],
     ) -> Session:
         """Go on from a summary and the last `keep` turns: in a new session, or without a name in this one.
 
-        The summary is written by the model unless it is given. What was before stays reachable.
+        The summary is written by the model unless it is given. What was before stays reachable. What the next
+        prompt begins with is read ahead while the engine is idle.
         """
         if not is_whole(keep) or keep < 0:
             raise InvalidInputError(f"keep is a number of turns from 0, got {keep!r}")
@@ -377,10 +379,16 @@ class Session(SessionView):
                 self._check_there()
                 if name is not None:
                     place = self._place(len(base))
-                    return self._host.branch(self, name, place, how="fold", turns=[turn], kind="fold")
-                numbers = self._host.store.add(self._info, [turn], parent=base.head, expected=pending.head)
-                self._history = base.then(numbers, [turn])
-                return self
+                    folded = self._host.branch(self, name, place, how="fold", turns=[turn], kind="fold")
+                else:
+                    folded = self
+                    numbers = self._host.store.add(
+                        self._info, [turn], parent=base.head, expected=pending.head
+                    )
+                    self._history = base.then(numbers, [turn])
+            if read_ahead:
+                folded._read_ahead()
+            return folded
         except SummaryInterrupted as cut:
             raise SessionError("the summary was cut short by its timeout: nothing was folded") from cut
         finally:

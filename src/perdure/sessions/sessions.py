@@ -72,7 +72,7 @@ class Sessions(Closing):
         self._open: weakref.WeakValueDictionary[tuple[str, str], Session] = weakref.WeakValueDictionary()
         self._at_hand: OrderedDict[tuple[str, str], tuple[Session, int]] = OrderedDict()
         """Each with the bytes of its origin."""
-        """What the origin of each of those takes."""
+        self._began = time.time(), time.monotonic()
 
     def close(self) -> None:
         self._closed = True
@@ -222,7 +222,9 @@ class Sessions(Closing):
     def expire_responses(self, seconds: float) -> None:
         """Delete a few of the responses that were stored longer ago than that: a few more than one, so that
         whoever calls this with each new one keeps their number bounded at a cost that does not grow."""
-        for namespace, name in self.store.expired(time.time() - seconds, limit=_EXPIRED_AT_ONCE):
+        # A clock that was set meanwhile, ahead or right, ends nothing that is not old.
+        now = min(time.time(), self._began[0] + time.monotonic() - self._began[1])
+        for namespace, name in self.store.expired(now - seconds, limit=_EXPIRED_AT_ONCE):
             # One that is damaged, or in use, must not be in the way of a new one.
             with suppress(PerdureError):
                 self.delete(name, namespace)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -26,6 +27,8 @@ from perdure.errors import EngineError
 from perdure.events.event import Swapped
 from perdure.events.hub import EventHub
 from perdure.identity import Identity
+
+log = logging.getLogger("perdure.cache")
 
 Ids = NDArray[np.int32]
 
@@ -62,6 +65,8 @@ class SwapSlots:
         self._eviction = eviction
         self._store = store
         self._changed = changed
+        self._told = False
+        """Whether it was said that copies fail: once is enough."""
 
     def __contains__(self, slot: object) -> bool:
         return slot in self._slots
@@ -83,9 +88,12 @@ class SwapSlots:
         self._changed(place.seq)
         try:
             self._context.fork(slot.seq, place.seq)
-        except EngineError:
-            self._checkpoints.forget(place.seq)
-            self._context.clear(place.seq)
+        except Exception as error:
+            # Whatever it was, `slot` has what it had: it goes through memory.
+            if not self._told:
+                log.warning("a conversation cannot wait on the device, and goes through memory: %s", error)
+            self._told = True
+            self._empty(place)
             return False
         place.namespace, place.exact = slot.namespace, slot.exact
         place.use, place.tip = slot.use, slot.tip
@@ -105,9 +113,14 @@ class SwapSlots:
     def swapped_in(self, source: Slot, length: int) -> None:
         """A slot has the first `length` tokens of `source`: if these are all, it waits here no longer."""
         if source in self and length == self._context.length(source.seq):
-            self._checkpoints.forget(source.seq)
-            self._context.clear(source.seq)
-            self._changed(source.seq)
+            self._empty(source)
+
+    def _empty(self, place: Slot) -> None:
+        """One that the engine fails to empty is empty by the context's books: that spoils nothing else."""
+        self._changed(place.seq)
+        self._checkpoints.forget(place.seq)
+        with suppress(EngineError):
+            self._context.clear(place.seq)
 
 
 class SlotSwapper:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -129,6 +130,9 @@ def clear(
 
     if bool(labels) == everything:
         raise typer.BadParameter("give labels, or --all")
+    from perdure.chat.beginnings import FOLDER as BEGINNINGS
+    from perdure.cli.runtime import usual_store
+
     count = freed = 0
     if everything and (lost := _without_key(store)):
         if not yes:
@@ -149,6 +153,8 @@ def clear(
                 disk.drop(blocks, prefixes)
             count += len(prefixes)
             freed += before - disk.nbytes
+    if everything:
+        shutil.rmtree((store or usual_store()) / BEGINNINGS, ignore_errors=True)
     if as_json:
         typer.echo(json.dumps({"records": count, "bytes": freed}))
     else:

@@ -11,7 +11,7 @@ import typer
 
 from perdure.cli.options.groups import SamplingOptions
 from perdure.cli.options.shared import defaults
-from perdure.config import SETTLED, choices, settings
+from perdure.config import SETTLED, WARMED, choices, settings
 from perdure.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -93,6 +93,18 @@ class LiveOptions:
             rich_help_panel=_Access,
         ),
     ] = SETTLED
+    warm: Annotated[
+        int,
+        typer.Option(
+            "--warm",
+            min=0,
+            max=1 << 20,
+            metavar="N",
+            help="After the start, wake what the prompts of known clients begin with while nobody is served, "
+            "and compute up to N tokens of it that are no longer kept; 0: neither.",
+            rich_help_panel=_Access,
+        ),
+    ] = WARMED
     # Not the `overflow` of the config file, which is for chats: these are sessions, and may be folded.
     full_context: Annotated[
         Literal["error", "drop_oldest", "shift"] | None,
@@ -224,6 +236,7 @@ def live_settings(options: LiveOptions, sampling: SamplingOptions, *, host: str,
         aliases=tuple(options.alias or ()),
         strict=options.strict,
         conversations=options.conversations,
+        warm=options.warm,
         log_text=options.log_text,
         defaults=ReplyDefaults(
             sampling=sampling.given(),

@@ -121,6 +121,12 @@ class RowCache:
         new.put(self.rows(self.base, self.offset), self.base, self.offset)
         return new
 
+    def handle(self) -> RowCache:
+        """The same rows, to build on while this one stays as it is. Both may not be computed."""
+        new = self.fresh()
+        new.put([part[...] for part in self.parts], self.base, self.offset)
+        return new
+
     def fresh(self) -> RowCache:
         return RowCache(
             window=self.window,
@@ -155,6 +161,8 @@ class StateCache(theirs.ArraysCache):  # type: ignore[misc]
         new = self.fresh()
         new.cache = list(self.cache)
         return new
+
+    handle = twin
 
     def fresh(self) -> StateCache:
         return StateCache(len(self.cache))

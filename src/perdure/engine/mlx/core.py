@@ -1,7 +1,8 @@
 """The native calls of MLX, as the contract has them.
 
 A step builds one graph for all of its sequences, and computes it at its end: logits that were asked for, and
-what the caches then hold. Nothing is left that waits, so graphs do not grow.
+what the caches then hold. Nothing of a sequence is left that waits, so graphs do not grow. While a token of
+one sequence alone is computed, the step behind it is built.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from perdure.engine.contract import Adapter, Batch, Capture, Floats, Outcome
 from perdure.engine.mlx.adapters import MlxAdapter
 from perdure.engine.mlx.caches import batched, give_back
+from perdure.engine.mlx.next_step import NextStep
 from perdure.engine.mlx.sequence_state import Layout, SequenceState
 from perdure.engine.mlx.weights import Weights
 from perdure.errors import EngineError
@@ -58,6 +60,9 @@ class MlxCore:
         self._stop = threading.Event()
         self._joins: bool | None = None
         """Whether a step may take several sequences at once; None until one was tried."""
+        self._next: NextStep | None = None
+        self._builds_ahead = True
+        """Whether the model's class builds the same graph for every token."""
 
     def _probe(self, keeps_window: bool) -> tuple[Layout, int]:
         """How state is laid out, from a step of one token."""
@@ -87,7 +92,10 @@ class MlxCore:
         with self._weights.lock:
             try:
                 self._weights.use(self._adapters)
-                self._compute(batch, parts, touched)
+                if size == 1 and batch.outputs[0] and not self._embeds:
+                    self._compute_one(int(batch.tokens[0]), touched[0])
+                else:
+                    self._compute(batch, parts, touched)
             except (RuntimeError, ValueError, MemoryError) as error:
                 for state in touched:
                     state.recover()
@@ -97,9 +105,33 @@ class MlxCore:
                 state.length = int(batch.positions[start]) + stop - start
         return Outcome.DONE
 
+    def _compute_one(self, token: int, state: SequenceState) -> None:
+        """One token of one sequence, and meanwhile the graph of the next one."""
+        logits = None
+        if self._next is not None and self._next.fits(state, self._adapters):
+            logits = self._next.take(token)
+            self._builds_ahead = logits is not None
+        # While a step that was built is there, the rows that it builds on cannot be written in place.
+        self._next = None
+        if logits is None:
+            logits = self._weights.run(mx.array([[token]], mx.int32), state.caches, [0]).logits[0]
+        logits = logits.astype(mx.float32)
+        arrays = state.arrays()
+        mx.async_eval(logits, *arrays)  # type: ignore[no-untyped-call]
+        waiting = None
+        length = state.length + 1
+        if self._builds_ahead and length < self._n_ctx:
+            waiting = NextStep(self._weights, state, length, self._adapters)
+        mx.eval(logits, *arrays)
+        self._places = {0: 0}
+        # The memory is the array's own: whoever has a row of it keeps it.
+        self._table = np.array(logits, copy=False)[:, : self.n_vocab]
+        self._next = waiting
+
     def _compute(
         self, batch: Batch, parts: Sequence[tuple[int, int]], touched: Sequence[SequenceState]
     ) -> None:
+        self._next = None
         wanted: list[tuple[list[int], Any]] = []
         """Entries of the batch, and their logits, in tables."""
         hidden: list[tuple[int, Any]] = []
@@ -207,13 +239,16 @@ class MlxCore:
         return self._states[seq].oldest()
 
     def remove(self, seq: int, start: int) -> None:
+        self._next = None
         self._states[seq].remove(start)
 
     def copy(self, src: int, dst: int) -> None:
+        self._next = None
         with self._weights.lock:
             self._states[dst] = self._states[src].copy()
 
     def clear(self) -> None:
+        self._next = None
         for state in self._states:
             state.empty()
 
@@ -230,6 +265,7 @@ class MlxCore:
             return table if tail is None else np.concatenate([tail, table])
 
     def write(self, seq: int, state: NDArray[np.uint8], *, partial: bool) -> bool:
+        self._next = None
         sequence, layout = self._states[seq], self.layout
         ends = bool(layout.window or layout.states)
         with self._weights.lock:
@@ -256,6 +292,7 @@ class MlxCore:
     def assemble(
         self, seq: int, pieces: Sequence[NDArray[np.uint8]], tail_state: NDArray[np.uint8] | None
     ) -> bool:
+        self._next = None
         with self._weights.lock:
             return self._states[seq].put(pieces, tail_state)
 
@@ -293,6 +330,7 @@ class MlxCore:
         self._stop.clear()
 
     def close(self) -> None:
+        self._next = None
         self._states = []
         self._table = np.zeros((0, self.n_vocab), np.float32)
         self._places = {}

@@ -195,9 +195,16 @@ class SequenceState:
         self.length = min(self.length, start)
 
     def empty(self) -> None:
-        self.caches = mapped(self.caches, lambda leaf: leaf.fresh())
-        self.leaves = leaves(self.caches)
+        self.replace(mapped(self.caches, lambda leaf: leaf.fresh()))
         self.length = 0
+
+    def handles(self) -> list[Any]:
+        """The same caches, for a step that is built while these stay as they are."""
+        return mapped(self.caches, lambda leaf: leaf.handle())
+
+    def replace(self, caches: list[Any]) -> None:
+        self.caches = caches
+        self.leaves = leaves(caches)
 
     def copy(self) -> SequenceState:
         twin = SequenceState(mapped(self.caches, lambda leaf: leaf.twin()), self.layout)

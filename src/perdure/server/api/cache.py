@@ -179,6 +179,8 @@ async def clear(
             deleted += await served.call(
                 served.runtime.cache.clear, label or None, namespace=caller.namespace
             )
+            if not label:
+                await served.call(served.forget_beginnings, caller.namespace)
         finally:
             visit.close()
     return DeletedAnswer(deleted=deleted)

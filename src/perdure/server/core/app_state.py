@@ -11,6 +11,7 @@ import logging
 import re
 import secrets
 import sys
+import threading
 import time
 import zlib
 from collections import deque
@@ -19,16 +20,17 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, ParamSpec, Protocol, TypeVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import anyio
 import anyio.from_thread
 import anyio.to_thread
 from fastapi import Depends, Request
 
+from perdure.chat.beginnings import Beginnings
 from perdure.chat.reply import ChatReply
 from perdure.decode.request import Reply
-from perdure.errors import TemplateError
+from perdure.errors import PerdureError, TemplateError
 from perdure.models.catalogue import names_of
 from perdure.pool import ModelPool, PooledModel
 from perdure.pool.backend import PooledBackend
@@ -135,6 +137,8 @@ class ServerLife:
     draining: bool = False
     """Whether it was told to stop, and still answers until routers have noticed."""
     drain: Drain = field(default_factory=Drain)
+    warming: WeakKeyDictionary[Runtime, threading.Thread] = field(default_factory=WeakKeyDictionary)
+    """The threads that read what prompts begin with, or have read it, by model."""
     not_kept: int = 0
     """Turns that the store refused, since the server started."""
 
@@ -164,6 +168,8 @@ class AppState:
     strict: bool = False
     conversations: bool = True
     """Whether conversations that clients name by their headers are kept as sessions."""
+    warm: int = 0
+    """Tokens of known clients' prompts that are computed again after a start (`chat/beginnings.py`)."""
     log_text: bool = False
     defaults: ReplyDefaults = field(default_factory=ReplyDefaults)
     debug: bool = field(default_factory=lambda: sys.flags.dev_mode)
@@ -242,7 +248,9 @@ class AppState:
         if self.pool is None or model is None:
             return self
         await visit.enter(self.pool, model, self.limits, sign=sign, keep_alive=keep_alive)
-        return self.of_model(model)
+        view = self.of_model(model)
+        view.warm_up()
+        return view
 
     def of_model(self, model: PooledModel) -> AppState:
         """The same server, with another model as its own."""
@@ -253,6 +261,42 @@ class AppState:
         view.adapters, view.short_names = model.adapters, names_of(model.source)
         view.model_bytes = model.facts().nbytes
         return view
+
+    def warm_up(self) -> None:
+        """Have what the prompts of known clients begin with remembered, and after a start read in a thread of
+        its own. Only the first time for each model does something."""
+        if self.warm and self.runtime not in self.life.warming:
+            thread = threading.Thread(target=self._warm, name="perdure-warm", daemon=True)
+            self.life.warming[self.runtime] = thread
+            thread.start()
+
+    def _warm(self) -> None:
+        runtime, folder = self.runtime, self.runtime.sessions.store.own_folder()
+        if folder is None:
+            return
+        # A model without a template has no prompts that begin alike; one that is closed, none at all.
+        with suppress(PerdureError):
+            beginnings = Beginnings(folder, runtime.model.digest)
+            runtime.chat_format.remember_beginnings(beginnings)
+            beginnings.warm(
+                runtime.backend,
+                self.warm,
+                go_on=lambda: self.is_loaded and not self.stopping,
+                warmed=self.metrics.warmed,
+            )
+
+    def save(self) -> None:
+        """Write down what is remembered over a restart."""
+        for runtime in list(self.life.warming):
+            with suppress(PerdureError):
+                if (beginnings := runtime.chat_format.beginnings) is not None:
+                    beginnings.save()
+
+    def forget_beginnings(self, namespace: str) -> None:
+        """Forget what the prompts of a namespace begin with; without one, all."""
+        with suppress(TemplateError):
+            if (beginnings := self.runtime.chat_format.beginnings) is not None:
+                beginnings.clear(namespace)
 
     def by_model(self) -> list[AppState]:
         """The same server once for each model."""

@@ -87,6 +87,12 @@ class Metrics:
             ("tier",),
             registry=self.registry,
         )
+        self._warmed = Counter(
+            "perdure_warmed_tokens",
+            "Tokens of known clients' prompts that were woken after the start, or computed again",
+            ("source",),
+            registry=self.registry,
+        )
         self._finished = Counter(
             "perdure_replies", "Replies by how they ended", ("finish_reason",), registry=self.registry
         )
@@ -119,6 +125,11 @@ class Metrics:
         for tier, count in reply.reuse.tiers.items():
             self._reused.labels(tier).inc(count)
         self._finished.labels(reply.finish_reason).inc()
+
+    def warmed(self, reuse: ReuseReport) -> None:
+        """Count what was read of a beginning after the start."""
+        self._warmed.labels("woken").inc(reuse.reused)
+        self._warmed.labels("computed").inc(reuse.computed)
 
     def embedded(self, tokens: int) -> None:
         self._tokens.labels("embedded").inc(tokens)

@@ -156,6 +156,7 @@ class LiveSettings:
     aliases: tuple[str, ...]
     strict: bool
     conversations: bool
+    warm: int
     log_text: bool
     defaults: ReplyDefaults
 

@@ -225,6 +225,10 @@ class SessionStore(Protocol):
         """What every namespace that has sessions stores, by its name."""
         ...
 
+    def own_folder(self) -> Path | None:
+        """The folder that the store has on this machine; None where it has none, or may not be written."""
+        ...
+
     def transfers(self) -> Path | None:
         """The folder for files on their way in or out; None where the store has none, or may not be
         written."""

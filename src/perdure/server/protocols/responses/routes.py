@@ -350,10 +350,12 @@ async def compact(
         used.append(reply.usage)
         await app_state.call(passes.add, reply.text.strip())
     response_id = new_response_id()
+    summary = f"{HEADING}\n{passes.summary}"
+    await app_state.call(responses.read_ahead, asked, said, summary)
     item: Item = {
         "id": make_item_id("cmp", response_id),
         "type": "compaction",
-        "encrypted_content": app_state.seal.close(f"{HEADING}\n{passes.summary}", caller.namespace),
+        "encrypted_content": app_state.seal.close(summary, caller.namespace),
     }
     return CompactionAnswer(
         id=response_id,

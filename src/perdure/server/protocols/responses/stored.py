@@ -10,6 +10,7 @@ from typing import Any
 from pydantic_core import to_json
 
 from perdure.chat.message import Message
+from perdure.chat.options import ChatOptions
 from perdure.chat.plans import SUMMARY_REQUEST, SummaryPasses
 from perdure.errors import ContextOverflow, SessionNotFoundError
 from perdure.request_options import draw_seed
@@ -172,6 +173,23 @@ class Responses:
             **self._summary_options(),
             timeout=timeout,
         )
+
+    def read_ahead(self, asked: PromptRequest, said: Sequence[Message], summary: str) -> None:
+        """Have what goes on from a compaction read while the engine is idle: what the user said and the
+        summary, behind the instructions that the request has."""
+        options = self._app_state.defaults.fill(prompt_options(asked, tool_set(asked.tools or ())))
+        if not options["settle"]:
+            return
+        chat_options, _ = ChatOptions.split(options)
+        chat_format = self._app_state.runtime.chat_format
+        messages: Sequence[Message] = [
+            *preamble(asked, self._unsealed, self.found_items),
+            *(each for each in said if each.role == "user"),
+            Message(role="system", content=summary),
+        ]
+        if options["stable_prefix"]:
+            messages = chat_format.settle(messages, self._namespace)
+        chat_format.settle_next(messages, chat_options, namespace=self._namespace, known=None, adapters=None)
 
     def _summary_options(self) -> dict[str, Any]:
         return {"max_tokens": min(_SUMMARY, self._app_state.runtime.n_ctx // 4), "reasoning": "hide"}

@@ -46,6 +46,10 @@ class PostgresStore(SqlStore):
     def close(self) -> None:
         self._held.close()
 
+    def own_folder(self) -> Path | None:
+        """The folder of this machine."""
+        return None if self.readonly else self.place.folder
+
     def transfers(self) -> Path | None:
         """The folder for files on their way in or out: in that of this machine."""
         if self.readonly:

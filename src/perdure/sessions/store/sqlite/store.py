@@ -398,6 +398,10 @@ class SqliteStore(SqlStore):
     def close(self) -> None:
         self._held.close()
 
+    def own_folder(self) -> Path | None:
+        """The folder of the store; None where it has none, or may not be written."""
+        return None if self._files is None or self.readonly else self._files.path
+
     def transfers(self) -> Path | None:
         """The folder for files on their way in or out; None where the store has none, or may not be
         written."""
