@@ -67,8 +67,10 @@ INSIDE: dict[str, tuple[str, ...]] = {
     "cache/tiers": (
         "base",
         "memory",
+        "encryption",
         "block_index",
         "shares",
+        "block_folder",
         "disk",
         "archive",
         "places",

@@ -24,12 +24,12 @@ class Shares:
         self._more: dict[str, int] = {}
         """Bytes that are to come, by owner."""
 
-    def wants(self, block: Block) -> None:
-        """A block is to come; the one before it is there, or was to come before it."""
+    def wants(self, block: Block, nbytes: int) -> None:
+        """A block of so many bytes is to come; the one before it is there, or was to come before it."""
         root = self._coming.get(block.parent) or self._table.root_of(block.parent)
         self._coming[block.id] = root
         owner = self._owner(root)
-        self._more[owner] = self._more.get(owner, 0) + block.file_size
+        self._more[owner] = self._more.get(owner, 0) + nbytes
 
     def victim(self, block: Block, spared: Callable[[BlockId], bool]) -> tuple[BlockId, int] | None:
         """The leaf to go for a block that comes, and what it is worth."""
