@@ -199,7 +199,7 @@ class Subject:
     def routes(self) -> bool:
         """Whether tokens are sent to experts: rounding can send one to another expert, which is no bound
         on anything, so that only the fine settings tell noise from error."""
-        return self.name in ("qwen3moe", "deepseek2", "deepseek2-mtp", "mlx-qwen3moe")
+        return self.name in ("qwen3moe", "deepseek2", "deepseek2-mtp", "mlx-qwen3moe", "mlx-llama4")
 
     @property
     def kind(self) -> type[MemorySpec]:

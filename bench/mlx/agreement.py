@@ -1,6 +1,8 @@
 """Greedy replies of MLX and of llama.cpp on the same f16 weights: how many agree, and where others part.
 
 python -m bench.mlx.agreement [FIRST LAST]
+
+Where a prompt's replies part, the two likeliest tokens of each engine are shown, and how far apart they are.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bench.mlx import folder, plain
 from perdure.engine.registry import open_model
@@ -28,13 +31,41 @@ _TIE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
+class Favourites:
+    """The two likeliest tokens of a row of logits, and how far the second is behind the first."""
+
+    first: int
+    second: int
+    apart: float
+
+    @classmethod
+    def of(cls, row: NDArray[np.float32]) -> Favourites:
+        second, first = np.argsort(row)[-2:]
+        return cls(int(first), int(second), float(row[first] - row[second]))
+
+
+@dataclass(frozen=True, slots=True)
 class Differs:
-    """Where a greedy reply of MLX would leave llama.cpp's, and how far apart the two tokens are on each."""
+    """Where a greedy reply of MLX would leave llama.cpp's, and what each engine has there."""
 
     prompt: int
     at: int
-    on_mlx: float
-    on_llama: float
+    on_mlx: Favourites
+    on_llama: Favourites
+    texts: dict[int, str]
+    """Of the tokens named."""
+
+    @property
+    def is_near_tie(self) -> bool:
+        """Both engines have the same two tokens, and hardly tell one from the other."""
+        one, other = self.on_mlx, self.on_llama
+        return {one.first, one.second} == {other.first, other.second} and max(one.apart, other.apart) <= _TIE
+
+    def __str__(self) -> str:
+        return f"prompt {self.prompt} differs at token {self.at}: " + "; ".join(
+            f"{engine} {self.texts[found.first]!r} before {self.texts[found.second]!r} by {found.apart:.4f}"
+            for engine, found in (("MLX", self.on_mlx), ("llama.cpp", self.on_llama))
+        )
 
 
 def differences(numbers: Sequence[int], new: int) -> Iterator[Differs | None]:
@@ -64,11 +95,11 @@ def differences(numbers: Sequence[int], new: int) -> Iterator[Differs | None]:
             found = None
             for at, (token, there) in enumerate(zip(reply, rows, strict=True)):
                 row = one.logits(len(prompt) - 1 + at).copy()
-                best = int(np.argmax(row))
-                if best != token:
-                    found = Differs(
-                        number, at, float(row[best] - row[token]), float(there[token] - there[best])
-                    )
+                if int(np.argmax(row)) != token:
+                    here, there_too = Favourites.of(row), Favourites.of(there)
+                    named = {here.first, here.second, there_too.first, there_too.second}
+                    texts = {each: theirs.detokenize([each]) for each in named}
+                    found = Differs(number, at, here, there_too, texts)
                     break
             yield found
 
@@ -77,16 +108,12 @@ def main(words: Sequence[str]) -> int:
     first, last = (int(words[0]), int(words[1])) if len(words) == 2 else (0, PROMPTS - 1)
     numbers = range(first, last + 1)
     agreed = near = 0
-    for number, found in zip(numbers, differences(numbers, NEW), strict=True):
+    for found in differences(numbers, NEW):
         if found is None:
             agreed += 1
             continue
-        near += max(found.on_mlx, found.on_llama) <= _TIE
-        print(
-            f"prompt {number} differs at token {found.at}: the two are {found.on_mlx:.4f} apart on MLX, "
-            f"{found.on_llama:.4f} on llama.cpp",
-            flush=True,
-        )
+        near += found.is_near_tie
+        print(found, flush=True)
     count = len(numbers)
     good = agreed >= 0.95 * count and agreed + near == count
     print(f"{agreed} of {count} agree for {NEW} tokens (at least 95%), {near} more differ at near ties")

@@ -37,7 +37,7 @@ BOUND = {
 }
 """The KL of a row from a fresh context's by rounding alone, at most, as measured:
 docs/internals/exactness_measurements.md."""
-EXPERTS = ("qwen3moe", "deepseek2", "deepseek2-mtp", "mlx-qwen3moe")
+EXPERTS = ("qwen3moe", "deepseek2", "deepseek2-mtp", "mlx-qwen3moe", "mlx-llama4")
 """Rounding can send a token to another expert, so that only equal shapes tell noise from error."""
 PLENTY = 64 << 20
 

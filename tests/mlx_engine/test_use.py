@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import mlx.core as mx
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -20,7 +22,7 @@ from perdure.engine import registry
 from perdure.engine.mlx.engine import ENGINE
 from perdure.pool.spec import read_selection
 from server.live_server import live_server
-from subjects import Subject, check
+from subjects import MLX, Subject, check
 from worker.engines import QUICK
 
 Find = Callable[[str], Subject]
@@ -161,8 +163,29 @@ def test_a_step_of_several_sequences_is_one_computation_and_the_same_numbers(
 
 
 def test_the_architecture_says_its_memory(find_subject: Find) -> None:
-    kinds = {name: find_subject(name).kind.name for name in ("mlx-gemma3", "mlx-mamba", "mlx-jamba")}
-    assert kinds == {"mlx-gemma3": "sliding", "mlx-mamba": "recurrent", "mlx-jamba": "hybrid"}
+    said = {"mlx-gemma3": "sliding", "mlx-mamba": "recurrent", "mlx-jamba": "hybrid", "mlx-llama4": "full"}
+    assert {name: find_subject(name).kind.name for name in said} == said
+
+
+@pytest.mark.parametrize("name", MLX)
+def test_our_caches_give_what_mlx_lms_own_give(
+    name: str, find_subject: Find, zoo_path: Callable[[str], Path]
+) -> None:
+    """Past a window and a chunk of 16 tokens."""
+    from mlx_lm.models.cache import make_prompt_cache
+    from mlx_lm.utils import load_model
+
+    subject = find_subject(name)
+    tokens = subject.tokens(40)
+    theirs, _ = load_model(zoo_path(name))
+    kept = make_prompt_cache(theirs)
+    with subject.context(n_batch=40) as ctx:
+        at = 0
+        for count in (9, *[1] * 10, 7, *[1] * 14):
+            ctx.decode(tokens[at : at + count])
+            row = theirs(mx.array([tokens[at : at + count]]), cache=kept)[0, -1, : ctx.n_vocab]
+            at += count
+            check(ctx.logits().copy(), np.array(row), 1e-8)
 
 
 @pytest.mark.parametrize("name", ["mlx-llama", "mlx-gemma3", "mlx-mamba", "mlx-jamba"])

@@ -56,6 +56,7 @@ MLX = tuple(
         ("mlx-mamba", {}),
         ("mlx-jamba", {}),
         ("mlx-qwen3moe", {}),
+        ("mlx-llama4", {}),
     )
     if name in subjects.MLX
 )

@@ -87,6 +87,23 @@ FOLDERS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 64,
         "norm_topk_prob": True,
     },
+    # Three of four layers see only their chunk.
+    "llama4": {
+        "model_type": "llama4",
+        "text_config": {
+            **_PLAIN,
+            "model_type": "llama4_text",
+            "num_hidden_layers": 4,
+            "attention_bias": False,
+            "attention_chunk_size": WINDOW,
+            "interleave_moe_layer_step": 2,
+            "intermediate_size_mlp": 128,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "rope_scaling": None,
+            "use_qk_norm": True,
+        },
+    },
 }
 
 

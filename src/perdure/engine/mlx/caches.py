@@ -128,12 +128,25 @@ class RowCache:
         return new
 
     def fresh(self) -> RowCache:
-        return RowCache(
+        return type(self)(
             window=self.window,
             keeps=self.keeps,
             bits=getattr(self, "bits", 0),
             group=getattr(self, "group_size", 0),
         )
+
+
+class ChunkCache(RowCache):
+    """Rows of a layer whose tokens see their own chunk alone, as llama4's.
+
+    The model's class masks the other chunks, so that all rows can be kept, and the sequence be cut anywhere.
+    """
+
+    start_position = 0
+    """The first row's position, for the class's mask."""
+
+    def maybe_trim_front(self) -> None:
+        """Nothing is given up."""
 
 
 def causal(count: int, offset: int, limit: int, window: int | None, *, return_array: bool) -> Any:
@@ -199,6 +212,8 @@ def made_for(model: Any, *, keeps_window: bool = True, bits: int = 0, group: int
                     "a window cannot be quantised on this engine; leave k_type and v_type out"
                 )
             return RowCache(window=cache.max_size, keeps=keeps_window)
+        if type(cache) is theirs.ChunkedKVCache:
+            return ChunkCache(bits=bits, group=group)
         if type(cache) is theirs.ArraysCache:
             return StateCache(len(cache.cache))
         raise ModelLoadError(
