@@ -134,7 +134,7 @@ def _text(rt: perdure.Runtime, tokens: int) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.long", description=__doc__)
-    parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, help="two or more, the least first")
+    parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, help="the least first")
     parser.add_argument("--model", type=Path, help="a file, instead of one of random weights")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--quick", action="store_true", help="1,024 and 4,096 tokens")
