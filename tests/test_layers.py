@@ -67,7 +67,9 @@ INSIDE: dict[str, tuple[str, ...]] = {
     "cache/tiers": (
         "base",
         "memory",
+        "encryption",
         "block_index",
+        "block_folder",
         "disk",
         "archive",
         "places",

@@ -3,7 +3,7 @@
 `reuse` counts tokens, and no time: four replicas with a quarter of the memory each, by our policy, against
 one machine with all of it, and against round robin. `turns` is the store alone, with the turns of many
 sessions at once. `wake` is a real model: a session wakes out of each tier, and on another machine out of each
-place that machines share, against computing it.
+place that machines share, against computing it. `encryption` is the disk alone, with a key and without.
 """
 
 from __future__ import annotations
@@ -20,12 +20,17 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import perdure
 from bench.child import PeerMissingError
 from bench.engine import model_path
 from bench.harness import Bench, Figure, Gauge, Pairs, Run, at_least
 from bench.machine import Watch
 from perdure import Message, Turn
+from perdure.cache.block import Block, BlockId
+from perdure.cache.tiers.disk import DiskTier
+from perdure.cache.tiers.encryption import Encryption
 from perdure.cluster.marks import ask_of
 from perdure.cluster.policy import Ask, ranked
 from perdure.cluster.replica import Call, Replica
@@ -207,6 +212,9 @@ def wake(run: Run) -> Iterator[Figure]:
             measured = {
                 "memory": _own(url(folder / "memory"), text, rounds, sleep=False),
                 "the disk": _own(url(folder / "disk"), text, rounds, sleep=True),
+                "the disk, encrypted": _own(
+                    url(folder / "sealed"), text, rounds, sleep=True, encrypt="cluster"
+                ),
             }
             for number, (tier, place) in enumerate(shared.items()):
                 measured[tier] = _moved(url(folder / f"{number}-m0"), place, text, rounds)
@@ -252,10 +260,12 @@ def _computing(url: str, text: str, rounds: int) -> Iterator[float]:
             yield _first_token(runtime.session("one").fork(f"fork{number}"), False)
 
 
-def _own(url: str, text: str, rounds: int, *, sleep: bool) -> tuple[int, int, list[float]]:
+def _own(
+    url: str, text: str, rounds: int, *, sleep: bool, encrypt: str | None = None
+) -> tuple[int, int, list[float]]:
     """On the machine that has it: another conversation has its slot meanwhile."""
     seconds = []
-    with _machine(url) as runtime:
+    with _machine(url, encrypt=encrypt) as runtime:
         session, other = runtime.session("one"), runtime.session("other")
         session.say(text, max_tokens=1, temperature=0)
         for _ in range(rounds):
@@ -286,11 +296,61 @@ def _moved(first: str, place: str, text: str, rounds: int) -> tuple[int, int, li
 
 
 @contextmanager
-def _machine(url: str, *places: str) -> Iterator[perdure.Runtime]:
+def _machine(url: str, *places: str, encrypt: str | None = None) -> Iterator[perdure.Runtime]:
     with perdure.open(
-        model_path(), n_ctx=4096, slots=1, threads=1, store=url, blocks=list(places) or None
+        model_path(),
+        n_ctx=4096,
+        slots=1,
+        threads=1,
+        store=url,
+        encrypt=encrypt,
+        blocks=list(places) or None,
     ) as runtime:
         yield runtime
 
 
-main = Bench("cluster", (reuse, turns, wake))
+# Encryption of the disk.
+
+
+def encryption(run: Run) -> Iterator[Figure]:
+    """MB a second of blocks that are written, synced and read again, with a key and without. A block is that
+    of SmolLM2-135M: 64 tokens, 1.5 MB."""
+    dice = np.random.default_rng(1)
+    blocks, parent, start = [], BlockId(bytes(32)), 0
+    for _ in range(run.pick(200, 60)):
+        tokens = dice.integers(0, 49_152, 64, np.int32)
+        rows = dice.integers(0, 256, (64, 23_040), np.uint8)
+        blocks.append(Block.make(parent, start, tokens, rows, None))
+        parent, start = blocks[-1].id, start + 64
+    nbytes = sum(block.file_size for block in blocks)
+    rates: dict[tuple[str, bool], list[float]] = {}
+    with Watch() as watch, tempfile.TemporaryDirectory() as name:
+        for number in range(run.pick(5, 3)):
+            for sealed in (False, True):
+                key = Encryption(b"k" * 32, "bench") if sealed else None
+                disk = DiskTier(Path(name) / f"{number}-{sealed}", budget=1 << 40, encryption=key)
+                try:
+                    for what, call in (
+                        ("written", lambda disk=disk: disk.store(blocks)),
+                        ("read", lambda disk=disk: [disk.load(block.id) for block in blocks]),
+                    ):
+                        began = time.perf_counter()
+                        call()
+                        rate = nbytes / 1e6 / (time.perf_counter() - began)
+                        rates.setdefault((what, sealed), []).append(rate)
+                    disk.clear()
+                finally:
+                    disk.close()
+    for what in ("read", "written"):
+        yield Figure(
+            name=f"state {what}, encrypted, {nbytes / 1e6:,.0f} MB",
+            against="plain",
+            unit="MB/s",
+            gauge=Gauge.RATE,
+            pairs=Pairs(tuple(rates[what, True]), tuple(rates[what, False])),
+            target=at_least(0.3),
+            machine=watch.machine,
+        )
+
+
+main = Bench("cluster", (reuse, turns, wake, encryption))

@@ -18,6 +18,7 @@ from perdure.cache.slots.cache import SlotCache
 from perdure.cache.tiers.archive import archive_of, model_folder
 from perdure.cache.tiers.base import BlockTier
 from perdure.cache.tiers.disk import DiskTier
+from perdure.cache.tiers.encryption import Encryption
 from perdure.cache.tiers.write_behind import WriteBehind
 from perdure.checks import check_whole, is_whole
 from perdure.config import N_CTX, QUEUE, SLOTS, STORE_BYTES
@@ -80,6 +81,7 @@ class BackendKeywords(ContextKeywords, total=False):
     own_blocks: bool
     blocks: Sequence[str]
     blocks_key: bytes | None
+    encryption: Encryption | None
     force_kv: bool
     adapters: Mapping[str, float] | None
     adapter_names: Mapping[str, str] | None
@@ -161,6 +163,7 @@ class LocalBackend:
         own_blocks: bool = False,
         blocks: Sequence[str] = (),
         blocks_key: bytes | None = None,
+        encryption: Encryption | None = None,
         force_kv: bool = False,
         tiers: Sequence[BlockTier] = (),
         adapters: Mapping[str, float] | None = None,
@@ -173,9 +176,9 @@ class LocalBackend:
         """`adapters` are used where a request names none, and `adapter_names` are files by the names that
         requests may use. With `own_blocks` the model's blocks are in a folder of their own inside the store,
         so that engines of other models can write to theirs. `blocks` are places of several machines, behind
-        the disk in this order, and `blocks_key` is what seals state there. Where n-grams have no guess, the
-        model's own next-token layers guess (`mtp`, of the context), then `draft`, a smaller model; `drafters`
-        guess instead of all of these."""
+        the disk in this order, and `blocks_key` is what seals state there; `encryption` is for that on the
+        disk. Where n-grams have no guess, the model's own next-token layers guess (`mtp`, of the context),
+        then `draft`, a smaller model; `drafters` guess instead of all of these."""
         self.model = model
         self.exact = exact
         self.events = EventHub()
@@ -216,7 +219,8 @@ class LocalBackend:
                 self.context.adapt(self.adapters.always)
             lower = []
             if store is not None:
-                tiers = [*_disk_tiers(Path(store), model.digest, store_bytes, own_blocks), *tiers]
+                disks = _disk_tiers(Path(store), model.digest, store_bytes, own_blocks, encryption)
+                tiers = [*disks, *tiers]
             tiers = [*tiers, *_shared_tiers(blocks, blocks_key, self.context.identity.digest)]
             for tier in tiers:
                 lower.append(WriteBehind(tier, limit=max(_WAITING, budget // 2)))
@@ -346,11 +350,14 @@ def _shared_tiers(urls: Sequence[str], key: bytes | None, identity: bytes) -> li
     return tiers
 
 
-def _disk_tiers(store: Path, digest: str, budget: int, own_blocks: bool) -> list[BlockTier]:
+def _disk_tiers(
+    store: Path, digest: str, budget: int, own_blocks: bool, encryption: Encryption | None
+) -> list[BlockTier]:
     """The folder that the blocks of a model are written to, and the other one where some may be."""
-    disk = DiskTier(model_folder(store, digest) if own_blocks else store, budget=budget)
+    folder = model_folder(store, digest) if own_blocks else store
+    disk = DiskTier(folder, budget=budget, encryption=encryption)
     try:
-        archive = archive_of(store, digest, beside=own_blocks)
+        archive = archive_of(store, digest, beside=own_blocks, encryption=encryption)
     except StoreError as error:
         # What cannot be read there is computed again.
         log.warning("the other blocks of this model cannot be read: %s", error)

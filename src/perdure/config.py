@@ -60,6 +60,8 @@ class Settings:
     """How many layers of a model go to the GPU, where there is one."""
     cpu_experts: int | Literal["all", "auto"] = "auto"
     """Of how many layers the experts stay in the machine's memory."""
+    encrypt: str | None = None
+    """The file of the key that encrypts state on the disk, or "cluster"."""
     engine: str | None = None
     """The backend of the library that is fetched where there is none; "auto" is the best for the machine."""
 
@@ -107,6 +109,7 @@ SETTINGS = (
     Setting("model", str, "the model to use when none is named"),
     Setting("store", str, "folder of the sessions, or the URL of a PostgreSQL database"),
     Setting("store_size", float, "most GiB of state that the store keeps; sessions' texts are always kept"),
+    Setting("encrypt", str, "file with the key that encrypts state on the disk, or cluster"),
     Setting("ctx", int, "context size in tokens, or auto for what fits", ("auto",)),
     Setting("kv_type", str, "type of the K/V cache: f16, q8_0, q4_0, or one for each as K:V"),
     *(
@@ -173,6 +176,7 @@ def settings() -> Settings:
         lm_studio_models=_lm_studio_models(),
         gpu_layers=cast("int | Literal['auto']", _count(chosen, "gpu_layers")),
         cpu_experts=cast("int | Literal['all', 'auto']", _count(chosen, "cpu_experts")),
+        encrypt=str(chosen["encrypt"].value) if "encrypt" in chosen else None,
         engine=str(chosen["engine"].value) if "engine" in chosen else None,
     )
 

@@ -32,11 +32,13 @@ PerdureError
 │   ├── StoreFullError           the disk, or the budget, has no room (.needed)
 │   │   └── QuotaError               a key has stored as much as it may (.limit)
 │   ├── StoreVersionError        it was made by a newer perdure (.found, .known)
+│   ├── StoreKeyError            its blocks are encrypted, and the key is missing or another
 │   └── StoreDamagedError        its index cannot be read; verify() rebuilds it
 ├── SessionError             a session could not be used; nothing was changed
 │   ├── SessionNotFoundError     there is none of that name, or no such memory
 │   ├── SessionExistsError       there is one of that name already
 │   ├── SessionBusyError         it is answering another turn
+│   ├── TurnKeptError            this request is one of its turns already (.turn)
 │   └── AmbiguousError           several would do; name one (.found)
 └── ModelError               a model could not be found or fetched
     ├── ModelNotFoundError       no such name or file
@@ -234,6 +236,10 @@ class StoreVersionError(StoreError):
         self.known = known
 
 
+class StoreKeyError(StoreError):
+    """The blocks of the store are encrypted, and their key is missing, unreadable or another one."""
+
+
 class StoreDamagedError(StoreError):
     """The index of the store cannot be read."""
 
@@ -252,6 +258,15 @@ class SessionExistsError(SessionError):
 
 class SessionBusyError(SessionError):
     """The session is answering another turn."""
+
+
+class TurnKeptError(SessionError):
+    """A request that was sent again is a turn of the session already: its idempotency key says so."""
+
+    def __init__(self, message: str, *, turn: int) -> None:
+        super().__init__(message)
+        self.turn = turn
+        """Its number, from 1."""
 
 
 class AmbiguousError(SessionError):

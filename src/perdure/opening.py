@@ -21,7 +21,7 @@ from perdure.engine.model import Model as ModelContract
 from perdure.errors import InvalidInputError, StoreLockedError
 from perdure.options import refuse_unknown
 from perdure.runtime import Runtime
-from perdure.sessions.store.registry import cluster_key, store_folder
+from perdure.sessions.store.registry import cluster_key, encryption_of, store_folder
 from perdure.store.owner import StoreLock
 from perdure.worker.attached import Link, check_settings, hold_or_attach
 from perdure.worker.process import RestartPolicy
@@ -37,6 +37,7 @@ _RESOURCES = frozenset(
         "store_bytes",
         "blocks",
         "blocks_key",
+        "encryption",
         "threads",
         "n_batch",
         "force_kv",
@@ -164,6 +165,7 @@ def open(  # noqa: A001
     cache: int | None = None,
     store: str | os.PathLike[str] | None = None,
     store_bytes: int | None = None,
+    encrypt: str | os.PathLike[str] | None = None,
     blocks: Sequence[str] | None = None,
     template: str | os.PathLike[str] | Template | None = None,
     isolated: bool | RestartPolicy = False,
@@ -196,9 +198,11 @@ def open(  # noqa: A001
     room, and none on a CPU, unless you say how many. While others wait, a prompt is computed in chunks of
     about `stall` seconds. `cache` is how many bytes of state are kept between requests, 0 for none; `store`
     is a folder where that state, and every session, outlives the process, and `store_bytes` bounds it:
-    where another process has that folder open, its engine is used instead of a second one. A `store` that
-    begins with postgresql:// has the sessions of several machines, and state in a folder of this one;
-    `blocks` are then places that they share state in, behind that folder: file://, s3:// or redis:// each.
+    where another process has that folder open, its engine is used instead of a second one. `encrypt` is the
+    key that state on the disk is encrypted with, a file of 32 bytes or 64 hex digits, or "cluster" for the
+    one in PostgreSQL; said once, it holds for the folder. A `store` that begins with postgresql:// has the
+    sessions of several machines, and state in a folder of this one; `blocks` are then places that they share
+    state in, behind that folder: file://, s3:// or redis:// each.
     `template` is a chat template to use instead of the model's own: a name or a file. With `exact`, a reply
     does not depend in the last bit on who else is served. With `isolated`, the engine is in a process of its
     own that may die and is started again; a `RestartPolicy` says when and how. `gpu_layers`, `devices`,
@@ -250,6 +254,7 @@ def open(  # noqa: A001
     folder = None if store is None else store_folder(store)
     if blocks:
         settings |= {"blocks": tuple(blocks), "blocks_key": cluster_key(folder, blocks)}
+    settings |= _given({"encryption": encryption_of(folder, encrypt)})
     options = BackendOptions(
         model=model,
         n_ctx=n_ctx,

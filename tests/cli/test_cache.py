@@ -245,6 +245,24 @@ def test_no_store_is_said_so_and_none_is_made(run: Run, tmp_path: Path, command:
     assert not (tmp_path / "store").exists()
 
 
+def test_an_encrypted_store_is_read_with_its_key_and_can_be_cleared_without(
+    run: Run, store: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    key = tmp_path / "key"
+    key.write_bytes(b"k" * 32)
+    environment["PERDURE_ENCRYPT"] = str(key)
+    assert run("verify").returncode == 0
+    del environment["PERDURE_ENCRYPT"]
+    # From now on the store knows where its key is.
+    assert len(facts(run("stats", "--json"))["records"]) == 2
+    assert facts(run("clear", "-l", "sea", "--json"))["records"] == 1
+    key.unlink()
+    for command in (["stats"], ["verify"], ["clear", "-l", "ferry"]):
+        refused(run(*command), f"the key {key} cannot be read")
+    assert facts(run("clear", "--all", "-y", "--json"))["bytes"] > 0
+    assert facts(run("stats", "--json"))["blocks"] == 0
+
+
 HOLD = """
 import sys
 from pathlib import Path

@@ -144,10 +144,12 @@ class Talker(threading.Thread):
             "perdure": {"session": self.name},
             **SETTINGS,
         }
+        # Sent again, it is the same message: whoever reads the first one late keeps no second turn.
+        key = {"idempotency-key": text}
         while True:
             began = time.monotonic()
             try:
-                answer = client.post("/v1/chat/completions", json=asked)
+                answer = client.post("/v1/chat/completions", json=asked, headers=key)
                 self._note(str(answer.status_code), began, tried)
                 if answer.status_code == 200 and answer.json()["perdure"]["kept"]:
                     return str(answer.json()["choices"][0]["message"]["content"])

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import random
 import shutil
+import signal
+import time
 from pathlib import Path
 
 import pytest
 
-from cluster.harness import Outcome, check, haproxy, replicas, soak_seconds, under_kills
+from cluster.harness import Outcome, check, haproxy, replicas, soak_seconds, talking, under_kills
 from cluster.servers import PostgresServer
 
 
@@ -64,3 +66,35 @@ def test_replicas_that_are_killed_lose_no_acknowledged_turn(postgres: PostgresSe
 def test_one_replica_of_two_is_killed_under_load(postgres: PostgresServer, tmp_path: Path) -> None:
     _, killed = kills(postgres, tmp_path, count=2, conversations=4, again=False, seconds=1, every=0.5)
     assert killed
+
+
+@pytest.mark.soak
+def test_a_replica_that_hangs_and_a_router_that_is_killed_stop_nobody_for_long(
+    postgres: PostgresServer, tmp_path: Path
+) -> None:
+    """A replica that hangs is silent for 10 s, then its connections are closed and others go on with its
+    conversations, also when it comes back. A router that is started again knows as much as before."""
+    outcome = Outcome()
+    with (
+        replicas(postgres.url(tmp_path / "r0", lease=5), tmp_path, 3) as running,
+        haproxy(tmp_path, [each.port for each in running]) as router,
+    ):
+        with talking(router.url, outcome, 12):
+            for victim in running[:2]:
+                until_answered(outcome, 12)
+                victim.process.send_signal(signal.SIGSTOP)
+                # More than each of them says in its own time: nobody is left waiting for it.
+                until_answered(outcome, 120)
+                victim.process.send_signal(signal.SIGCONT)
+                until_answered(outcome, 12)
+                router.server.restart()
+            until_answered(outcome, 12)
+        check(router.url, outcome)
+    print(outcome)
+
+
+def until_answered(outcome: Outcome, turns: int) -> None:
+    """Until so many more turns were acknowledged."""
+    wanted = len(outcome.waits) + turns
+    while len(outcome.waits) < wanted:
+        time.sleep(0.1)

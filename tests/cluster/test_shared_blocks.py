@@ -23,8 +23,9 @@ from cluster.servers import PostgresServer, RedisServer, redis_server
 from perdure.backend import LocalBackend
 from perdure.cache.tiers import shared
 from perdure.cache.tiers.disk import DiskTier
+from perdure.cache.tiers.encryption import MARK, Seal
 from perdure.cache.tiers.places import DirectoryPlace, Place, RedisPlace, open_place, parse_place
-from perdure.cache.tiers.shared import Seal, SharedTier
+from perdure.cache.tiers.shared import SharedTier
 from perdure.cache.tiers.write_behind import WriteBehind
 from perdure.cli.app import app
 from perdure.cli.commands.doctor import _place
@@ -424,7 +425,7 @@ def test_two_processes_that_share_only_a_directory_never_see_half_a_block(tmp_pa
         with closing(SharedTier(DirectoryPlace(tmp_path), key=KEY, identity=b"i", budget=PLENTY)) as tier:
             tier.refresh()
             assert len(tier) > 100
-            for name in list(tier._table.ids()):
+            for name in list(tier._table.names()):
                 assert tier.load(name) is not None  # type: ignore[arg-type]
     finally:
         for writer in writers:
@@ -459,7 +460,6 @@ def test_a_session_sleeps_on_one_machine_and_wakes_on_another(
 def test_with_no_room_on_its_disk_a_machine_keeps_state_in_shared_places_alone(
     postgres: PostgresServer, tmp_path: Path
 ) -> None:
-    """What lies on the machine's own disk is not encrypted: there is nothing then."""
     first, place = postgres.url(tmp_path / "m0"), f"file://{tmp_path}/shared"
     with perdure.open(ToyModel(), n_ctx=1024, slots=1, store=first, blocks=[place], store_bytes=0) as runtime:
         session = runtime.session("one")
@@ -476,6 +476,39 @@ def test_with_no_room_on_its_disk_a_machine_keeps_state_in_shared_places_alone(
         runtime.backend.slot_cache.tiers.lower[-1].tier.refresh()  # type: ignore[attr-defined]
         report = runtime.session("one").wake()
         assert sum(report.tiers.values()) >= tokens - 1, report
+
+
+def test_disks_that_are_encrypted_with_the_clusters_key_or_one_of_their_own_share_state(
+    postgres: PostgresServer, tmp_path: Path
+) -> None:
+    """Names of blocks are made by keys on the disk alone: machines know the same blocks by the same ids."""
+    key, place = tmp_path / "key", f"file://{tmp_path}/shared"
+    key.write_bytes(b"k" * 32)
+    text = "Some words, enough of them for a block or two of state. " * 4
+    first, tokens = postgres.url(tmp_path / "m0"), 0
+    for number, encrypt in enumerate(("cluster", str(key), None)):
+        url = first.replace("%2Fm0", f"%2Fm{number}")
+        with perdure.open(
+            ToyModel(), n_ctx=1024, slots=1, store=url, blocks=[place], encrypt=encrypt
+        ) as runtime:
+            runtime.backend.slot_cache.tiers.lower[-1].tier.refresh()  # type: ignore[attr-defined]
+            session = runtime.session("one")
+            if not number:
+                session.say(text, max_tokens=4)
+                tokens = session.token_count
+            else:
+                assert session.wake().tiers.get("shared", 0) >= 64
+            session.sleep()
+        if encrypt == "cluster":
+            # The key is in the database, and nowhere on this machine.
+            assert json.loads((tmp_path / "m0" / MARK).read_text())["key"] == "cluster"
+            with perdure.open(ToyModel(), n_ctx=1024, slots=1, store=url) as runtime:
+                assert runtime.session("one").wake().tiers.get("disk", 0) >= tokens - 1
+        mine = [
+            path.read_bytes() for path in (tmp_path / f"m{number}" / "blocks").rglob("*") if path.is_file()
+        ]
+        assert mine
+        assert any(b"PERDBLK" in data for data in mine) == (encrypt is None)
 
 
 def test_a_place_needs_the_key_of_a_cluster(tmp_path: Path) -> None:

@@ -28,8 +28,9 @@ from unittest.mock import patch
 
 import perdure
 from perdure.cache.block import Block, BlockId
-from perdure.cache.tiers import disk as disk_tier
-from perdure.cache.tiers.disk import BlockFolder, DiskTier
+from perdure.cache.tiers import block_folder
+from perdure.cache.tiers.block_folder import BlockFolder
+from perdure.cache.tiers.disk import DiskTier
 from perdure.decode.slots import KeptPrefix
 from perdure.memory import MEMORY_KINDS, FullAttention, MemorySpec
 from perdure.sessions.store.sql.tables import row_checksum, turn_values
@@ -571,7 +572,7 @@ SCENARIOS: dict[str, Callable[[], Scenario]] = {
 
 
 def write_in_place() -> None:
-    disk_tier.write_file = lambda path, parts, **_: path.write_bytes(b"".join(parts))  # type: ignore[attr-defined]
+    block_folder.write_file = lambda path, parts, **_: path.write_bytes(b"".join(parts))  # type: ignore[attr-defined]
 
 
 def enter_first() -> None:

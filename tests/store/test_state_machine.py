@@ -12,7 +12,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from perdure.cache.block import Block, BlockId
 from perdure.cache.tiers.disk import DiskTier
-from store.chains import SIZE, block, file_of, files, root, same
+from perdure.cache.tiers.encryption import SEAL_BYTES, Encryption
+from store.chains import SIZE, block, files, root, same
 from store.conftest import MEMORY
 
 EACH = block([0] * SIZE).file_size
@@ -23,12 +24,13 @@ class Life(RuleBasedStateMachine):
     """`known` is what must be there, with the time of its last use."""
 
     blocks = Bundle("blocks")
+    encryption: Encryption | None = None
 
     @initialize(room=st.integers(2, 8))
     def open(self, room: int) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="perdure-", dir=MEMORY if MEMORY.is_dir() else None))
-        self.budget = room * EACH
-        self.disk = DiskTier(self.folder, budget=self.budget)
+        self.budget = room * (EACH + self.more)
+        self.disk = DiskTier(self.folder, budget=self.budget, encryption=self.encryption)
         self.known: dict[BlockId, Block] = {}
         self.used: dict[BlockId, int] = {}
         self.clock = 0
@@ -38,6 +40,17 @@ class Life(RuleBasedStateMachine):
             self.disk.close()
             shutil.rmtree(self.folder)
 
+    @property
+    def more(self) -> int:
+        """Bytes of a file besides those of its block."""
+        return 0 if self.encryption is None else SEAL_BYTES
+
+    def size(self, block: Block) -> int:
+        return block.file_size + self.more
+
+    def path(self, block: Block) -> Path:
+        return self.disk.files.path(block.id)
+
     # The dict's side.
 
     def touch(self, name: BlockId) -> None:
@@ -45,7 +58,7 @@ class Life(RuleBasedStateMachine):
         self.used[name] = self.clock
 
     def held(self) -> int:
-        return sum(each.file_size for each in self.known.values())
+        return sum(self.size(each) for each in self.known.values())
 
     def expect_put(self, wanted: list[Block]) -> int:
         coming: set[BlockId] = set()
@@ -59,7 +72,7 @@ class Life(RuleBasedStateMachine):
         fitting: list[Block] = []
         for each in rooted:
             before = self.known.get(each.id)
-            growth += each.file_size - (before.file_size if before else 0)
+            growth += self.size(each) - (self.size(before) if before else 0)
             while self.held() + growth > self.budget:
                 parents = {other.parent for other in self.known.values()}
                 leaves = [name for name in self.known if name not in parents and name not in spared]
@@ -115,7 +128,7 @@ class Life(RuleBasedStateMachine):
 
     @rule(wanted=blocks)
     def damage_and_forget(self, wanted: Block) -> None:
-        path = file_of(self.folder, wanted)
+        path = self.path(wanted)
         if path.exists():
             path.write_bytes(path.read_bytes()[:-1])
         self.disk.forget([wanted.id])
@@ -123,19 +136,19 @@ class Life(RuleBasedStateMachine):
 
     @rule(wanted=blocks)
     def lose_a_file_and_verify(self, wanted: Block) -> None:
-        file_of(self.folder, wanted).unlink(missing_ok=True)
+        self.path(wanted).unlink(missing_ok=True)
         assert self.disk.verify().missing == (self.known.pop(wanted.id, None) is not None)
 
     @rule()
     def reopen(self) -> None:
         self.disk.close()
-        self.disk = DiskTier(self.folder, budget=self.budget)
+        self.disk = DiskTier(self.folder, budget=self.budget, encryption=self.encryption)
 
     @rule()
     def lose_the_index(self) -> None:
         self.disk.close()
         (self.folder / "index.sqlite").unlink()
-        self.disk = DiskTier(self.folder, budget=self.budget)
+        self.disk = DiskTier(self.folder, budget=self.budget, encryption=self.encryption)
         # Nobody knows any more what was used when; from here on it counts anew.
         for each in sorted(self.known.values(), key=lambda each: each.id):
             self.disk.load(each.id)
@@ -152,14 +165,28 @@ class Life(RuleBasedStateMachine):
             entry = self.disk.lookup(each.id)
             assert entry is not None
             assert entry.tokens.tolist() == each.tokens.tolist()
-            assert (entry.has_tail_state, entry.nbytes) == (each.has_tail_state, each.file_size)
+            assert (entry.has_tail_state, entry.nbytes) == (each.has_tail_state, self.size(each))
             expected = {other.id for other in self.known.values() if other.parent == each.parent}
             assert {child.id for child in self.disk.children(each.parent)} == expected
         assert self.disk.nbytes == self.held() <= self.budget
-        assert {path.name for path in files(self.folder)} == {name.hex() for name in self.known}
+        assert {path.name for path in files(self.folder)} == {
+            self.path(each).name for each in self.known.values()
+        }
 
 
 TestLife = Life.TestCase
 TestLife.settings = settings(
     max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+class EncryptedLife(Life):
+    """The same, where nothing that lies there can be read."""
+
+    encryption = Encryption(b"k" * 32, "key")
+
+
+TestEncryptedLife = EncryptedLife.TestCase
+TestEncryptedLife.settings = settings(
+    max_examples=20, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -280,7 +280,7 @@ PROMPT = "a prompt that is longer than a block of tokens, and then some more of 
 
 
 def runtime_on(disk: Callable[[Path], DiskTier], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    monkeypatch.setattr("perdure.backend.DiskTier", lambda path, budget: disk(path))
+    monkeypatch.setattr("perdure.backend.DiskTier", lambda path, **_: disk(path))
     return perdure.open(ToyModel(), n_ctx=512, slots=1, store=folder)
 
 

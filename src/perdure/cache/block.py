@@ -61,7 +61,12 @@ def cost_of_token(row_bytes: int) -> int:
 
 def block_id(parent: BlockId, tokens: NDArray[np.int32]) -> BlockId:
     """The name of the block that follows `parent` with `tokens`."""
-    return BlockId(hashlib.sha256(parent + tokens.astype("<i4").tobytes()).digest())
+    return block_id_of(parent, tokens.astype("<i4").tobytes())
+
+
+def block_id_of(parent: bytes, tokens: bytes) -> BlockId:
+    """The same, for tokens as a file has them."""
+    return BlockId(hashlib.sha256(parent + tokens).digest())
 
 
 def chain(root: BlockId, tokens: NDArray[np.int32], size: int) -> Iterator[BlockId]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
 import threading
 import time
 import weakref
@@ -44,6 +45,7 @@ from perdure.errors import (
     SessionError,
     StateError,
     StoreError,
+    TurnKeptError,
 )
 from perdure.sessions.export import write_export
 from perdure.sessions.fold import (
@@ -60,6 +62,11 @@ from perdure.sessions.info import SessionInfo, SessionMemory
 from perdure.sessions.session_view import SessionView, StoreHost, count_turns
 from perdure.sessions.store.base import RESPONSE
 from perdure.sessions.turn import Said, Turn, added, plain_settings, portable_settings, said_messages
+
+_KEY = "idempotency_key"
+"""Among the settings of a turn: the digest of the key of its request."""
+_REMEMBERED = 16
+"""Turns from the last on whose keys are looked at: a request is sent again soon, or not at all."""
 
 S = TypeVar("S")
 P = ParamSpec("P")
@@ -112,6 +119,8 @@ class TurnExtra:
     """A session that stands where this one does, and is to go on with the same turn."""
     date: str | None = None
     """What the template is told where the history has no date; None for the clock's."""
+    idempotency_key: str | None = None
+    """What the request is known by that asks for the turn: a second one with the same key makes none."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -696,6 +705,7 @@ class Session(SessionView):
         try:
             if extra is not None:
                 pending.extra = extra
+                self._refuse_kept(pending)
                 # Before any work: a turn that cannot be kept is not made.
                 if extra.follower is not None:
                     extra.follower._wait_for(pending)
@@ -703,6 +713,22 @@ class Session(SessionView):
         except BaseException:
             self._end(pending)
             raise
+
+    def _refuse_kept(self, pending: PendingTurn) -> None:
+        """Refuse a request that is one of the last turns already. Nobody can add that turn between here and
+        the commit: the session is taken, and a lease that was lost meanwhile cannot commit."""
+        key = pending.extra.idempotency_key
+        if key is None:
+            return
+        base = pending.base
+        for number in range(len(base), max(0, len(base) - _REMEMBERED), -1):
+            if base.first(number).last.settings.get(_KEY) == _key_digest(key):
+                raise TurnKeptError(
+                    f"this request was answered before: it is turn {number} of session {self.name!r}, which "
+                    f"has its reply (GET /v1/sessions/NAME/turns?after={number - 1})",
+                    turn=number,
+                )
+        pending.extra = replace(pending.extra, notes={**pending.extra.notes, _KEY: _key_digest(key)})
 
     def _begin(self) -> PendingTurn:
         with self._lock:
@@ -827,3 +853,7 @@ def _found_kept(reply: ChatReply) -> int:
     """The tokens of a prompt whose state was found where it outlives the process, or is on its way there.
     What only a slot held may not have been written yet."""
     return reply.reuse.reused - reply.reuse.tiers.get("slot", 0)
+
+
+def _key_digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()[:32]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from perdure.cache.block import Block, BlockId
 from perdure.cache.tiers.disk import DiskTier
+from perdure.cache.tiers.encryption import Encryption
 from perdure.decode.slots import KeptPrefix
 from perdure.errors import StoreLockedError
 
@@ -40,8 +41,9 @@ class ArchiveTier(DiskTier):
     name = "archive"
     keeps_prefixes = False
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, budget=0, readonly=True)
+    def __init__(self, folder: Path, encryption: Encryption | None = None) -> None:
+        super().__init__(folder, budget=0, readonly=True, encryption=encryption)
+        self._encryption = encryption
 
     def store(self, blocks: Sequence[Block]) -> int:
         return 0
@@ -68,7 +70,7 @@ class ArchiveTier(DiskTier):
         end = time.monotonic() + _PATIENCE
         while True:
             try:
-                disk = DiskTier(self.folder, budget=1 << 62)
+                disk = DiskTier(self.folder, budget=1 << 62, encryption=self._encryption)
                 break
             except StoreLockedError:
                 if time.monotonic() >= end:
@@ -78,7 +80,15 @@ class ArchiveTier(DiskTier):
             yield disk
 
 
-def archive_of(store: Path, digest: str, *, beside: bool) -> ArchiveTier | None:
+def archive_of(
+    store: Path, digest: str, *, beside: bool, encryption: Encryption | None = None
+) -> ArchiveTier | None:
     """The other place of a model's blocks, where there is one. `beside`: the model has its own folder."""
     folder = store if beside else model_folder(store, digest)
-    return ArchiveTier(folder) if (folder / "index.sqlite").is_file() else None
+    if not (folder / "index.sqlite").is_file():
+        return None
+    if encryption is not None:
+        # What is plain there is encrypted now, or when the engine that has it is next started with a key.
+        with suppress(StoreLockedError):
+            DiskTier(folder, budget=1 << 62, encryption=encryption).close()
+    return ArchiveTier(folder, encryption)

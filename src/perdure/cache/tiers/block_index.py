@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.cache.block import Block, BlockId, BlockMeta, block_id
+from perdure.cache.block import Block, BlockId, BlockMeta
 from perdure.cache.kept_prefixes import KeptPrefixes, drop_plan
 from perdure.cache.prefix_search import ANY_TOKEN, beginnings, continuations
+from perdure.cache.tiers.encryption import PLAIN_ROWS, RowFormat
 from perdure.decode.slots import KeptPrefix
 from perdure.errors import InvalidInputError
 from perdure.store.index import Index
@@ -26,9 +27,10 @@ class BlockTable:
     follows.
     """
 
-    def __init__(self, index: Index, tier: str) -> None:
+    def __init__(self, index: Index, tier: str, rows: RowFormat = PLAIN_ROWS) -> None:
         """`tier` is the name of the tier whose blocks these are."""
         self._index = index
+        self._format = rows
         self._tier = tier
         self._clock = self._total("clock")
         """Bytes that were stored so far, and a byte for each use."""
@@ -38,7 +40,7 @@ class BlockTable:
         self._chains: _Chains | None = None
         """Of which chain each block is; known from when it is first asked for, when room is short."""
         self._starts: set[BlockId] | None = None
-        """Where chains start, or two of the places; known from when it is first asked for."""
+        """Names of where chains start, or two of them; known from when it is first asked for."""
         self._count, self.nbytes = self._total("blocks"), self._total("nbytes")
 
     def __len__(self) -> int:
@@ -51,12 +53,12 @@ class BlockTable:
     # Reading.
 
     def lookup(self, block: BlockId) -> BlockMeta | None:
-        return next(self._metas(self._index.rows(f"{_SELECT} WHERE id = ?", block)), None)
+        return next(self._metas(self._index.rows(f"{_SELECT} WHERE id = ?", self._format.name(block))), None)
 
     def page(self, *, limit: int | None = None, after: str | None = None) -> list[BlockMeta]:
         """Blocks by their ids: up to `limit`, behind the one with the id `after`."""
         try:
-            behind = b"" if after is None else bytes.fromhex(after)
+            behind = b"" if after is None else self._format.name(bytes.fromhex(after))
         except ValueError:
             raise InvalidInputError(f"{after!r} is no id of a block: it has 64 digits of 0 to f") from None
         query = f"{_SELECT} WHERE id > ? ORDER BY id LIMIT ?"
@@ -64,6 +66,9 @@ class BlockTable:
 
     def children(self, parent: BlockId, *, start: bytes = b"", back: bool = False) -> Iterator[BlockMeta]:
         """The blocks that follow `parent`, by their tokens' bytes: from `start` on, or back from it."""
+        if not self._format.ordered:
+            yield from self._sorted_children(parent, start, back)
+            return
         within, order, limit = ("<=", "tokens DESC", 1) if back else (">=", "tokens", 1)
         while True:
             query = f"{_SELECT} WHERE parent = ? AND tokens {within} ? ORDER BY {order} LIMIT {limit}"
@@ -74,15 +79,25 @@ class BlockTable:
             # Who wants more than the first wants perhaps all.
             within, start, limit = within[0], rows[-1][3], 64
 
+    def _sorted_children(self, parent: BlockId, start: bytes, back: bool) -> list[BlockMeta]:
+        """The same, where the rows are in no order: all that follow `parent` are read."""
+        rows = self._index.rows(f"{_SELECT} WHERE parent = ?", self._format.name(parent))
+        by_tokens = {meta.tokens.astype("<i4").tobytes(): meta for meta in self._metas(rows)}
+        within = (each for each in by_tokens if (each <= start if back else each >= start))
+        return [by_tokens[each] for each in sorted(within, reverse=back)]
+
     def child_ids(self, parent: BlockId) -> list[BlockId]:
         """The ids of the blocks that follow `parent`, whatever else their rows say."""
+        if not self._format.ordered:
+            return [meta.id for meta in self._sorted_children(parent, b"", False)]
         return [row[0] for row in self._index.rows("SELECT id FROM block WHERE parent = ?", parent)]
 
-    def ids(self) -> set[bytes]:
+    def names(self) -> set[bytes]:
+        """What stands for the ids of all blocks."""
         return {row[0] for row in self._index.rows("SELECT id FROM block")}
 
     def rows(self) -> dict[Any, tuple[Any, ...]]:
-        """All rows by the ids in them, believed or not."""
+        """All rows by what stands for their ids, believed or not."""
         return {row[0]: row for row in self._index.rows(_SELECT)}
 
     def least_worth(self, spared: Callable[[BlockId], bool]) -> tuple[BlockId, int] | None:
@@ -90,10 +105,10 @@ class BlockTable:
         limit = 1
         while True:
             leaves = self._index.rows(
-                "SELECT id, used FROM block WHERE leaf = 1 ORDER BY used LIMIT ?", limit
+                "SELECT id, parent, tokens, used FROM block WHERE leaf = 1 ORDER BY used LIMIT ?", limit
             )
             found = next(
-                ((BlockId(name), _number(used)) for name, used in leaves if not spared(BlockId(name))), None
+                ((name, _number(used)) for name, _, used in self._ids(leaves) if not spared(name)), None
             )
             if found is not None or len(leaves) < limit:
                 return found
@@ -105,7 +120,8 @@ class BlockTable:
         if self._starts is None:
             rows = self._index.rows("SELECT DISTINCT parent FROM block WHERE start = 0 LIMIT 2")
             self._starts = {parent for (parent,) in rows}
-        return len(self._starts | {block.parent for block in new if not block.start}) > 1
+        coming = {BlockId(self._format.name(block.parent)) for block in new if not block.start}
+        return len(self._starts | coming) > 1
 
     def root_of(self, block: BlockId) -> BlockId:
         """Where the chain of a block starts; what is no block here starts one."""
@@ -120,9 +136,8 @@ class BlockTable:
         chains = self._chains
         if chains is None:
             chains = _Chains()
-            for name, parent, nbytes, used in self._index.rows(
-                "SELECT id, parent, nbytes, used FROM block ORDER BY start"
-            ):
+            rows = self._index.rows("SELECT id, parent, tokens, nbytes, used FROM block ORDER BY start")
+            for name, parent, nbytes, used in self._ids(rows):
                 # What is worth more than its time counts as used now.
                 chains.add(name, parent, _number(nbytes), min(_number(used), self._clock))
             self._chains = chains
@@ -150,32 +165,30 @@ class BlockTable:
 
     def add(self, block: Block | BlockMeta, size: int, *, used: int | None = None) -> None:
         """Enter a block whose file has `size` bytes, as used just now unless told otherwise."""
-        before = self._index.rows("SELECT nbytes FROM block WHERE id = ?", block.id)
+        name = self._format.name(block.id)
+        before = self._index.rows("SELECT nbytes FROM block WHERE id = ?", name)
         more = size - (_number(before[0][0]) if before else 0)
         self._count += not before
         self.nbytes += more
         if self._chains is not None:
             self._chains.add(block.id, block.parent, more, self._clock)
         if self._starts is not None and not block.start and len(self._starts) < 2:
-            self._starts.add(block.parent)
+            self._starts.add(BlockId(self._format.name(block.parent)))
         self._index.run(
             "INSERT OR REPLACE INTO block VALUES (?, ?, ?, ?, ?, ?, ?,"
             " NOT EXISTS (SELECT 1 FROM block WHERE parent = ?))",
-            block.id,
-            block.parent,
-            block.start,
-            block.tokens.astype("<i4").tobytes(),
-            block.has_tail_state,
-            size,
+            *self._row(block, size),
             self.worth(block.id, self._tick(size)) if used is None else used,
-            block.id,
+            name,
         )
-        self._index.run("UPDATE block SET leaf = 0 WHERE id = ? AND leaf = 1", block.parent)
+        parent = self._format.name(block.parent)
+        self._index.run("UPDATE block SET leaf = 0 WHERE id = ? AND leaf = 1", parent)
 
     def remove(self, block: BlockId) -> None:
-        found = self._index.rows("SELECT parent, nbytes FROM block WHERE id = ?", block)
+        name = self._format.name(block)
+        found = self._index.rows("SELECT parent, nbytes FROM block WHERE id = ?", name)
         for parent, nbytes in found:
-            self._index.run("DELETE FROM block WHERE id = ?", block)
+            self._index.run("DELETE FROM block WHERE id = ?", name)
             self._index.run(
                 "UPDATE block SET leaf = 1 WHERE id = ? AND NOT EXISTS"
                 " (SELECT 1 FROM block WHERE parent = ?)",
@@ -206,16 +219,18 @@ class BlockTable:
         # Others go on adding to it meanwhile: taken out one by one, none is lost.
         while self._touched:
             block, used = self._touched.popitem()
-            self._index.run("UPDATE block SET used = ? WHERE id = ?", used, block)
+            self._index.run("UPDATE block SET used = ? WHERE id = ?", used, self._format.name(block))
 
     def correct(
         self, known: Mapping[Any, tuple[Any, ...]], there: Mapping[BlockId, BlockMeta]
     ) -> tuple[int, int, int]:
         """Have the table, whose rows are `known`, list just the blocks that are there. Tells how many it
         lacked, how many it had too many, and how many wrong. When these were last used is not known."""
-        missing = [name for name in known if name not in there]
-        new = [entry for name, entry in there.items() if name not in known]
-        wrong = [entry for name, entry in there.items() if name in known and known[name] != _row(entry)]
+        rows = {entry.id: self._row(entry, entry.nbytes) for entry in there.values()}
+        names = {row[0] for row in rows.values()}
+        missing = [name for name in known if name not in names]
+        new = [entry for name, entry in there.items() if rows[name][0] not in known]
+        wrong = [entry for name, entry in there.items() if known.get(rows[name][0], rows[name]) != rows[name]]
         with self.writing():
             for name in missing:
                 self._index.run("DELETE FROM block WHERE id = ?", name)
@@ -231,13 +246,26 @@ class BlockTable:
         for name, parent, start, tokens, has_tail_state, nbytes in rows:
             words = all(isinstance(value, bytes) for value in (name, parent, tokens))
             numbers = all(isinstance(value, int) for value in (start, has_tail_state, nbytes))
-            if not words or not numbers or len(tokens) % 4:
+            if not words or not numbers or (known := self._format.unpack(name, parent, tokens)) is None:
                 continue
-            ids = np.frombuffer(tokens, "<i4").astype(np.int32)
-            if block_id(BlockId(parent), ids) == name:
-                yield BlockMeta(
-                    BlockId(name), BlockId(parent), start, ids, bool(has_tail_state), nbytes, self._tier
-                )
+            block, before, data = known
+            ids = np.frombuffer(data, "<i4").astype(np.int32)
+            yield BlockMeta(block, before, start, ids, bool(has_tail_state), nbytes, self._tier)
+
+    def _ids(self, rows: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+        """Rows that begin with a block, its parent and its tokens, with the ids of the first two in place of
+        all three."""
+        for name, parent, tokens, *rest in rows:
+            if self._format.ordered:
+                yield name, parent, *rest
+            elif (known := self._format.unpack(name, parent, tokens)) is not None:
+                yield known[0], known[1], *rest
+
+    def _row(self, block: Block | BlockMeta, size: int) -> tuple[Any, ...]:
+        rows = self._format
+        tokens = rows.pack(block.id, block.parent, block.tokens.astype("<i4").tobytes())
+        name, parent = rows.name(block.id), rows.name(block.parent)
+        return name, parent, block.start, tokens, int(block.has_tail_state), size
 
     def _tick(self, nbytes: int = 1) -> int:
         self._clock += nbytes
@@ -246,11 +274,6 @@ class BlockTable:
     def _total(self, name: str) -> int:
         found = self._index.rows("SELECT value FROM total WHERE name = ?", name)
         return _number(found[0][0]) if found else 0
-
-
-def _row(entry: BlockMeta) -> tuple[Any, ...]:
-    tokens = entry.tokens.astype("<i4").tobytes()
-    return entry.id, entry.parent, entry.start, tokens, int(entry.has_tail_state), entry.nbytes
 
 
 def _number(value: Any) -> int:
@@ -293,9 +316,10 @@ class PrefixTable:
     How much of a prefix is kept is not written down but looked up: blocks come and go without it.
     """
 
-    def __init__(self, index: Index, blocks: BlockTable) -> None:
+    def __init__(self, index: Index, blocks: BlockTable, rows: RowFormat = PLAIN_ROWS) -> None:
         self._index = index
         self._blocks = blocks
+        self._format = rows
 
     def __len__(self) -> int:
         [(count,)] = self._index.rows("SELECT count(*) FROM record")
@@ -317,18 +341,22 @@ class PrefixTable:
             for number, name in self._index.rows(
                 "SELECT record, name FROM label WHERE record BETWEEN ? AND ?", rows[0][0], rows[-1][0]
             ):
-                labels.setdefault(number, set()).add(str(name))
+                if (label := self._format.open_text(str(name))) is not None:
+                    labels.setdefault(number, set()).add(label)
         page = []
         for number, namespace, tokens, root in rows:
             # SQLite has no checksums: what cannot be a prefix is not one.
-            if not isinstance(tokens, bytes) or not isinstance(root, bytes) or len(tokens) % 4:
+            if not isinstance(tokens, bytes) or not isinstance(root, bytes):
                 continue
-            ids = np.frombuffer(tokens, "<i4").astype(np.int32)
+            known, owner = self._format.open_prefix(root, tokens), self._format.open_text(str(namespace))
+            if known is None or owner is None:
+                continue
+            root, ids = known[0], np.frombuffer(known[1], "<i4").astype(np.int32)
             prefix = KeptPrefix(
                 tokens=tuple(ids.tolist()),
                 kept=self.kept_length(BlockId(root), ids),
                 labels=frozenset(labels.get(number, ())),
-                namespace=str(namespace),
+                namespace=owner,
                 root=BlockId(root),
             )
             page.append((number, prefix))
@@ -336,25 +364,51 @@ class PrefixTable:
 
     def add(self, prefix: KeptPrefix) -> None:
         """List a prefix, in a transaction of its own."""
-        key = (prefix.root, _packed(prefix))
+        key = self._format.prefix(prefix.root, _packed(prefix))
         try:
             with self._index.writing():
                 self._index.run(
                     "INSERT OR IGNORE INTO record (root, tokens, namespace) VALUES (?, ?, ?)",
                     *key,
-                    prefix.namespace,
+                    self._format.text(prefix.namespace),
                 )
                 [(number,)] = self._index.rows(
                     "SELECT number FROM record WHERE root = ? AND tokens = ?", *key
                 )
                 for name in prefix.labels:
-                    self._index.run("INSERT OR IGNORE INTO label VALUES (?, ?)", number, name)
+                    self._index.run(
+                        "INSERT OR IGNORE INTO label VALUES (?, ?)", number, self._format.text(name)
+                    )
         except UnicodeEncodeError as error:
             raise InvalidInputError(f"a label must be valid Unicode text: {error}") from None
 
     def remove(self, prefix: KeptPrefix) -> None:
         """Take a prefix off the list, within a transaction."""
-        self._index.run("DELETE FROM record WHERE root = ? AND tokens = ?", prefix.root, _packed(prefix))
+        key = self._format.prefix(prefix.root, _packed(prefix))
+        self._index.run("DELETE FROM record WHERE root = ? AND tokens = ?", *key)
+
+    def encrypt(self) -> None:
+        """Write prefixes that are plain as they are to be, within a transaction."""
+        plain, rows = PLAIN_ROWS, self._format
+        for number, namespace, tokens, root in self._index.rows(
+            "SELECT number, namespace, tokens, root FROM record"
+        ):
+            if rows.open_text(str(namespace)) is not None and rows.open_prefix(root, tokens) is not None:
+                continue
+            if (known := plain.open_prefix(root, tokens)) is None:
+                continue
+            labels = self._index.rows("SELECT name FROM label WHERE record = ?", number)
+            self._index.run("DELETE FROM record WHERE number = ?", number)
+            key = rows.prefix(*known)
+            self._index.run(
+                "INSERT OR IGNORE INTO record VALUES (?, ?, ?, ?)",
+                number,
+                rows.text(str(namespace)),
+                key[1],
+                key[0],
+            )
+            for (name,) in labels:
+                self._index.run("INSERT OR IGNORE INTO label VALUES (?, ?)", number, rows.text(str(name)))
 
     def labelled(
         self, labels: Iterable[str], *, namespace: str = ""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import functools
 import itertools
+import logging
 import os
-import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -19,10 +18,20 @@ from perdure.atomic import TEMPORARY, make_folder, sync_folder, translate_os_err
 from perdure.cache.block import Block, BlockId, BlockMeta
 from perdure.cache.eviction import Eviction
 from perdure.cache.tiers.base import BlockTier
+from perdure.cache.tiers.block_folder import NAME, BlockFolder
 from perdure.cache.tiers.block_index import BlockTable, PrefixTable
+from perdure.cache.tiers.encryption import (
+    MARK,
+    PLAIN_ROWS,
+    Encryption,
+    RowFormat,
+    SealedRows,
+    check_mark,
+    read_mark,
+    write_mark,
+)
 from perdure.decode.slots import KeptPrefix
 from perdure.errors import (
-    CorruptStateError,
     StoreDamagedError,
     StoreError,
     StoreLockedError,
@@ -31,93 +40,7 @@ from perdure.errors import (
 from perdure.store.index import Index
 from perdure.store.owner import described
 
-_NAME = re.compile("[0-9a-f]{64}")
-
-
-class BlockFolder:
-    """A file a block, in folders by the first two digits of its name. It knows of no index.
-
-    Always holds: a file has its name only once all of it is on the disk.
-    """
-
-    def __init__(self, store: Path) -> None:
-        self.folder = store / "blocks"
-        self.quarantined = store / "quarantine"
-        """Where damaged files go."""
-        self._durable: set[Path] = set()
-
-    def path(self, block: BlockId) -> Path:
-        name = block.hex()
-        return self.folder / name[:2] / name
-
-    def files(self) -> Iterator[Path]:
-        """Whatever lies where block files are. One that may not be seen is not taken for gone."""
-        with translate_os_errors(self.folder):
-            for folder in self.folder.iterdir():
-                if folder.is_dir():
-                    yield from folder.iterdir()
-
-    def read(self, path: Path) -> Block | None:
-        """The block of a file; None where it is gone or damaged. One that may not be read is neither."""
-        with translate_os_errors(path):
-            try:
-                return Block.unpack(path.read_bytes(), BlockId(bytes.fromhex(path.name)))
-            except FileNotFoundError:
-                if not self.folder.is_dir():
-                    # Not the file is gone but the mount, which may come back.
-                    raise
-                return None
-            except (IsADirectoryError, CorruptStateError):
-                return None
-            except OSError as error:
-                if error.errno != errno.EIO:
-                    raise
-                return None
-
-    def write(self, blocks: Sequence[Block]) -> None:
-        """Put the files and their names onto the disk."""
-        folders = {self.path(block.id).parent for block in blocks}
-        for folder in folders:
-            if not folder.is_dir():
-                with translate_os_errors(folder):
-                    # Not what is above it: where that is gone, a mount is, and nothing belongs in its place.
-                    folder.mkdir(0o700, exist_ok=True)
-        for block in blocks:
-            write_file(self.path(block.id), block.pack())
-        for folder in folders:
-            sync_folder(folder)
-        if not folders <= self._durable:
-            sync_folder(self.folder)
-            self._durable |= folders
-
-    def delete(self, paths: Iterable[Path]) -> None:
-        """Delete files for good: what was cleared must not come back, not even after a power cut."""
-        folders = set()
-        for path in paths:
-            with translate_os_errors(path), suppress(FileNotFoundError):
-                path.unlink()
-                folders.add(path.parent)
-        for folder in folders:
-            sync_folder(folder)
-
-    def inspect(self, path: Path, tier: str) -> BlockMeta | None:
-        """What the file of a block says of it, if it is whole. Its state is not kept: a store may be larger
-        than memory."""
-        if not _NAME.fullmatch(path.name) or path.parent.name != path.name[:2]:
-            return None
-        block = self.read(path)
-        if block is None:
-            return None
-        nbytes = block.file_size
-        return BlockMeta(
-            block.id, block.parent, block.start, block.tokens, block.has_tail_state, nbytes, tier
-        )
-
-    def quarantine(self, path: Path) -> None:
-        with translate_os_errors(path), suppress(FileNotFoundError):
-            if self.folder.is_dir():
-                make_folder(self.quarantined, ours=True)
-                os.replace(path, self.quarantined / path.name)
+log = logging.getLogger("perdure.store")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,12 +86,12 @@ class _Shares:
         self._more: dict[str, int] = {}
         """Bytes that are to come, by owner."""
 
-    def wants(self, block: Block) -> None:
-        """A block is to come; the one before it is there, or was to come before it."""
+    def wants(self, block: Block, nbytes: int) -> None:
+        """A block of so many bytes is to come; the one before it is there, or was to come before it."""
         root = self._coming.get(block.parent) or self._table.root_of(block.parent)
         self._coming[block.id] = root
         owner = self._owner(root)
-        self._more[owner] = self._more.get(owner, 0) + block.file_size
+        self._more[owner] = self._more.get(owner, 0) + nbytes
 
     def victim(self, block: Block, spared: Callable[[BlockId], bool]) -> tuple[BlockId, int] | None:
         """The leaf to go for a block that comes, and what it is worth."""
@@ -209,13 +132,23 @@ class DiskTier(BlockTier):
     name = "disk"
     keeps_prefixes = True
 
-    def __init__(self, folder: Path, *, budget: int, readonly: bool = False, rebuild: bool = False) -> None:
-        """With `rebuild`, an index that cannot be read is made anew from the files."""
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        budget: int,
+        readonly: bool = False,
+        rebuild: bool = False,
+        encryption: Encryption | None = None,
+    ) -> None:
+        """With `rebuild`, an index that cannot be read is made anew from the files. With `encryption` what is
+        written is encrypted, and what was plain is so when the folder is first opened for writing."""
         super().__init__()
         self.folder = folder
         self.budget = budget
         self.readonly = readonly
         self.files = BlockFolder(folder)
+        self._rows: RowFormat = PLAIN_ROWS
         self._lock: FileLock | None = None
         self._changing = threading.RLock()
         self._uncertain: set[BlockId] = set()
@@ -226,9 +159,10 @@ class DiskTier(BlockTier):
             undo.callback(self._let_go)
             if not readonly:
                 self._make_folders()
-                self._take_lock()
+                self._lock = _locked(folder)
+            turns_on = self._unlock(encryption)
             interrupted = self._log.exists()
-            if not readonly and not self._has_index() and next(self.files.files(), None) is not None:
+            if not readonly and (turns_on or not self._has_index()) and self._has_files():
                 self._mark_unlisted()
             try:
                 self._open_index()
@@ -238,8 +172,17 @@ class DiskTier(BlockTier):
                 self._set_index_aside()
                 self._open_index()
             undo.callback(self.index.close)
+            if turns_on:
+                log.info("the blocks in %s are encrypted from now on: what is there is written anew", folder)
+                self._encrypt_index()
             if not readonly:
                 self._recover(interrupted)
+            if turns_on:
+                assert encryption is not None
+                assert self.files.seal is not None
+                write_mark(folder, encryption, self.files.seal, whole=True)
+                # The index was in order: it was made anew for another reason.
+                self.rebuilt = False
             undo.pop_all()
 
     def __len__(self) -> int:
@@ -295,7 +238,7 @@ class DiskTier(BlockTier):
             with self.table.writing():
                 self.table.flush_touches()
                 for block in fitting:
-                    self.table.add(block, block.file_size)
+                    self.table.add(block, self.files.size(block))
             self._delete_files(self._without_entry())
             return len(fitting)
 
@@ -325,7 +268,7 @@ class DiskTier(BlockTier):
                     self.prefix_table.remove(prefix)
             self.files.delete(
                 itertools.chain.from_iterable(
-                    (self.files.path(block), self.files.quarantined / block.hex()) for block in dropped
+                    (path, self.files.quarantined / path.name) for path in map(self.files.path, dropped)
                 )
             )
 
@@ -418,12 +361,39 @@ class DiskTier(BlockTier):
         """There only while somebody writes, or did so when he was interrupted."""
         return self.folder / "index.sqlite-wal"
 
+    def _unlock(self, encryption: Encryption | None) -> bool:
+        """Have the seal of an encrypted folder. True where encryption is turned on now, or was when somebody
+        was interrupted."""
+        mark = read_mark(self.folder)
+        if mark is not None:
+            self.files.seal = check_mark(self.folder, mark, encryption)
+            self._rows = SealedRows(self.files.seal)
+            if self.readonly or encryption is None:
+                return False
+            if mark.get("key") != encryption.origin and not mark.get("plain_left"):
+                # The same key at another place: who looks for it is to find it there.
+                write_mark(self.folder, encryption, self.files.seal, whole=True)
+            return bool(mark.get("plain_left"))
+        if encryption is None or self.readonly:
+            return False
+        self.files.seal = encryption.seal()
+        self._rows = SealedRows(self.files.seal)
+        write_mark(self.folder, encryption, self.files.seal, whole=False)
+        return True
+
+    def _encrypt_index(self) -> None:
+        """Have no plain row left, nor what SQLite leaves of one. Blocks are entered anew from files."""
+        with self.table.writing():
+            self.index.run("PRAGMA secure_delete = ON")
+            self.table.clear()
+            self.prefix_table.encrypt()
+
     def _open_index(self) -> None:
         self.index = Index(self._index, readonly=self.readonly)
         try:
-            self.table = BlockTable(self.index, self.name)
+            self.table = BlockTable(self.index, self.name, self._rows)
             self.table.worth = lambda block, clock: self.eviction.worth(block, clock, self.budget)
-            self.prefix_table = PrefixTable(self.index, self.table)
+            self.prefix_table = PrefixTable(self.index, self.table, self._rows)
         except BaseException:
             self.index.close()
             raise
@@ -433,25 +403,15 @@ class DiskTier(BlockTier):
         make_folder(self.files.folder, ours=True)
         sync_folder(self.folder)
 
-    def _take_lock(self) -> None:
-        # The system drops it with the process, however that ends. Any thread may close what another opened.
-        lock = FileLock(self.folder / "lock", thread_local=False, mode=0o600)
-        with translate_os_errors(self.folder / "lock"):
-            try:
-                lock.acquire(timeout=0)
-            except Timeout:
-                raise StoreLockedError(
-                    f"the store {self.folder} is in use by {described(self.folder)}: close that one, choose "
-                    "another store, or open this one for reading"
-                ) from None
-        self._lock = lock
-
     def _let_go(self) -> None:
         if self._lock is not None:
             self._lock.release()
 
     def _has_index(self) -> bool:
         return self._index.exists() and self._index.stat().st_size > 0
+
+    def _has_files(self) -> bool:
+        return next(self.files.files(), None) is not None
 
     def _mark_unlisted(self) -> None:
         """Note that there are files which the index does not list, yet are not to be deleted."""
@@ -465,9 +425,9 @@ class DiskTier(BlockTier):
             self.files.delete([self._unlisted])
             self.rebuilt = True
         elif interrupted:
-            known = self.table.ids()
+            known = self.table.names()
             for path in self.files.files():
-                ours = _NAME.fullmatch(path.name) and bytes.fromhex(path.name) not in known
+                ours = NAME.fullmatch(path.name) and bytes.fromhex(path.name) not in known
                 if ours or path.name.endswith(TEMPORARY):
                     with suppress(OSError):
                         path.unlink(missing_ok=True)
@@ -500,7 +460,7 @@ class DiskTier(BlockTier):
         needed, ends = 0, []
         for block in blocks:
             known = self.lookup(block.id)
-            needed += block.file_size - (known.nbytes if known else 0)
+            needed += self.files.size(block) - (known.nbytes if known else 0)
             ends.append(needed)
         if not blocks or self.nbytes + max(ends) <= self.budget:
             return list(blocks)
@@ -518,8 +478,8 @@ class DiskTier(BlockTier):
             shares = _Shares(self.table, self.eviction, self.budget) if several else None
             for block, end in zip(blocks, ends, strict=True):
                 if shares is not None:
-                    shares.wants(block)
-                while block.file_size <= self.budget < self.nbytes + end:
+                    shares.wants(block, self.files.size(block))
+                while self.files.size(block) <= self.budget < self.nbytes + end:
                     leaf = (
                         self.table.least_worth(is_spared)
                         if shares is None
@@ -547,10 +507,10 @@ class DiskTier(BlockTier):
                 with translate_os_errors(path):
                     path.unlink(missing_ok=True)
                 leftovers += 1
-            elif (meta := self.files.inspect(path, self.name)) is not None:
+            elif (meta := self.files.inspect(whole := self.files.encrypt(path), self.name)) is not None:
                 there[meta.id] = meta
             else:
-                self.files.quarantine(path)
+                self.files.quarantine(whole)
                 quarantined += 1
             if progress is not None:
                 progress(number, len(files))
@@ -566,3 +526,34 @@ class DiskTier(BlockTier):
             leftovers=leftovers,
             rebuilt=rebuilt,
         )
+
+
+def _locked(folder: Path) -> FileLock:
+    # The system drops it with the process, however that ends. Any thread may close what another opened.
+    lock = FileLock(folder / "lock", thread_local=False, mode=0o600)
+    with translate_os_errors(folder / "lock"):
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise StoreLockedError(
+                f"the store {folder} is in use by {described(folder)}: close that one, choose "
+                "another store, or open this one for reading"
+            ) from None
+    return lock
+
+
+def delete_encrypted(folder: Path) -> int:
+    """Delete all blocks of an encrypted folder, without its key; how many bytes they had."""
+    files = BlockFolder(folder)
+    lock = _locked(folder)
+    try:
+        paths = [*files.files(), *files.quarantined.glob("*")]
+        with translate_os_errors(folder):
+            nbytes = sum(path.stat().st_size for path in paths)
+        index = folder / "index.sqlite"
+        files.delete([*paths, index, *(index.with_name(index.name + each) for each in ("-wal", "-shm"))])
+        # Last: a folder that is half deleted is still an encrypted one.
+        files.delete([folder / MARK])
+    finally:
+        lock.release()
+    return nbytes

@@ -17,7 +17,6 @@ variant, library, layers) have other identities, and so other blocks and other l
 
 from __future__ import annotations
 
-import hmac
 import logging
 import secrets
 import struct
@@ -31,6 +30,7 @@ import numpy as np
 from perdure.cache.block import AnyBlock, Block, BlockId, BlockMeta, block_id
 from perdure.cache.tiers.base import BlockTier
 from perdure.cache.tiers.block_index import BlockTable
+from perdure.cache.tiers.encryption import Seal
 from perdure.cache.tiers.places import Place
 from perdure.decode.slots import KeptPrefix
 from perdure.errors import CorruptStateError, StoreError
@@ -53,32 +53,6 @@ _FRESH = 128
 """Lists that were not merged, at most: of all machines together, give or take what is written meanwhile."""
 _MERGED = 4096
 """Lines of a merged list."""
-
-
-class Seal:
-    """Names and bytes that only who has the key can make, or read."""
-
-    def __init__(self, key: bytes) -> None:
-        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-
-        self._names = hmac.digest(key, b"perdure/shared/names/1", "sha256")
-        self._cipher = AESGCM(hmac.digest(key, b"perdure/shared/bytes/1", "sha256"))
-
-    def name(self, what: bytes) -> str:
-        return hmac.digest(self._names, what, "sha256").hex()
-
-    def close(self, name: str, data: bytes) -> bytes:
-        nonce = secrets.token_bytes(12)
-        return nonce + self._cipher.encrypt(nonce, data, name.encode())
-
-    def open(self, name: str, data: bytes) -> bytes | None:
-        """What was sealed under that name; None where it was not, or was changed."""
-        from cryptography.exceptions import InvalidTag
-
-        try:
-            return self._cipher.decrypt(data[:12], data[12:], name.encode())
-        except (InvalidTag, ValueError):
-            return None
 
 
 class SharedTier(BlockTier):
@@ -209,7 +183,7 @@ class SharedTier(BlockTier):
 
     def clear(self) -> None:
         with self._changing:
-            self._remove([BlockId(name) for name in self._table.ids()])
+            self._remove([BlockId(name) for name in self._table.names()])
             self._asked(lambda: self.place.delete(sorted({*self._lists, *self.place.names(self._prefix)})))
             self._lists.clear()
 

@@ -85,11 +85,19 @@ def warm(
     from perdure.backend import LocalBackend
     from perdure.cli.output.terminal import load
     from perdure.cli.runtime import usual_store
+    from perdure.sessions.store.registry import encryption_of
 
     text = _piped() if prompt is None or prompt == "-" else prompt
     folder = store or usual_store()
     with closing(
-        LocalBackend(load(model), n_ctx=parse_auto(ctx) or N_CTX, slots=1, store=folder, own_model=True)
+        LocalBackend(
+            load(model),
+            n_ctx=parse_auto(ctx) or N_CTX,
+            slots=1,
+            store=folder,
+            own_model=True,
+            encryption=encryption_of(folder),
+        )
     ) as backend:
         record = backend.cache.warm(text, labels=labels or ())
         computed = backend.cache.stats().computed_tokens
@@ -118,12 +126,18 @@ def clear(
     as_json: Json = False,
 ) -> None:
     """Delete what is kept under labels, or everything."""
+    from perdure.cache.tiers.disk import delete_encrypted
+
     if bool(labels) == everything:
         raise typer.BadParameter("give labels, or --all")
     from perdure.chat.beginnings import FOLDER as BEGINNINGS
     from perdure.cli.runtime import usual_store
 
     count = freed = 0
+    if everything and (lost := _without_key(store)):
+        if not yes:
+            typer.confirm(f"The key of {lost[0]} is not there. Drop all its blocks?", abort=True, err=True)
+        freed = sum(map(delete_encrypted, lost))
     with _opened(store, readonly=False) as disks:
         size = sum(disk.nbytes for disk in disks)
         if everything and not yes:
@@ -201,17 +215,41 @@ def _opened(store: Path | None, *, readonly: bool, rebuild: bool = False) -> Ite
     from perdure.cache.tiers.disk import DiskTier
     from perdure.cli.runtime import usual_store
     from perdure.errors import StoreError
+    from perdure.sessions.store.registry import encryption_of
 
     folder = store or usual_store()
+    encryption = encryption_of(folder)
     if not (places := block_folders(folder)):
         raise StoreError(f"there is no store at {folder}: `perdure cache warm` makes one")
     with ExitStack() as held:
         yield [
             held.enter_context(
-                closing(DiskTier(place, budget=STORE_BYTES, readonly=readonly, rebuild=rebuild))
+                closing(
+                    DiskTier(
+                        place, budget=STORE_BYTES, readonly=readonly, rebuild=rebuild, encryption=encryption
+                    )
+                )
             )
             for place in places
         ]
+
+
+def _without_key(store: Path | None) -> list[Path]:
+    """The folders whose blocks cannot be read, because they are encrypted and their key is not at hand."""
+    from perdure.cache.tiers.archive import block_folders
+    from perdure.cache.tiers.encryption import check_mark, read_mark
+    from perdure.cli.runtime import usual_store
+    from perdure.errors import StoreKeyError
+    from perdure.sessions.store.registry import encryption_of
+
+    folder, lost = store or usual_store(), []
+    for place in block_folders(folder):
+        try:
+            if (mark := read_mark(place)) is not None:
+                check_mark(place, mark, encryption_of(folder))
+        except StoreKeyError:
+            lost.append(place)
+    return lost
 
 
 def _plain(record: KeptPrefix) -> dict[str, object]:

@@ -182,21 +182,26 @@ def _store(store: Path) -> Iterator[Finding]:
 
 def _blocks(store: Path, folder: Path) -> Finding:
     from perdure.cache.tiers.disk import DiskTier
-    from perdure.errors import PerdureError
+    from perdure.errors import PerdureError, StoreKeyError
+    from perdure.sessions.store.registry import encryption_of
 
     try:
-        disk = DiskTier(folder, budget=STORE_BYTES, readonly=True)
+        encryption = encryption_of(store)
+        disk = DiskTier(folder, budget=STORE_BYTES, readonly=True, encryption=encryption)
         try:
             disk.index.check()
             count, sample, damaged = len(disk), 0, 0
-            for (block,) in disk.index.rows("SELECT id FROM block LIMIT ?", _SAMPLE):
+            for block in disk.page(limit=_SAMPLE):
                 sample += 1
-                damaged += disk.load(block) is None
+                damaged += disk.load(block.id) is None
+            kind = "blocks" if disk.files.seal is None else "encrypted blocks"
             found = (
-                f"{count} blocks, {_size(disk.nbytes)} at {folder}; {sample} were read, {damaged} are damaged"
+                f"{count} {kind}, {_size(disk.nbytes)} at {folder}; {sample} were read, {damaged} are damaged"
             )
         finally:
             disk.close()
+    except StoreKeyError as error:
+        return Finding("store", "bad", str(error), "give the key by --encrypt, or put its file back")
     except PerdureError as error:
         return Finding("store", "bad", str(error), f"perdure cache verify --store {store}")
     if damaged:

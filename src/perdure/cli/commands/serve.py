@@ -109,6 +109,15 @@ def serve(
             "sessions are always kept.",
         ),
     ] = None,
+    encrypt: Annotated[
+        str | None,
+        typer.Option(
+            "--encrypt",
+            metavar="KEY",
+            help="Encrypt state on the disk with a key: a file of 32 bytes or 64 hex digits, or cluster for "
+            "the key in PostgreSQL. Said once, it holds for the store.",
+        ),
+    ] = None,
     blocks: Annotated[
         list[str] | None,
         typer.Option(
@@ -216,6 +225,7 @@ def serve(
     from perdure.config import N_CTX
     from perdure.engine import registry
     from perdure.engine.kv_loss import parse_kv_type
+    from perdure.sessions.store.registry import encryption_of
 
     if new_key is not None:
         _print_key(new_key)
@@ -261,6 +271,10 @@ def serve(
             raise InvalidInputError("--memory is for several models: name them with --model")
         if store is not None and no_store:
             raise InvalidInputError("--store and --no-store exclude each other; remove one")
+        if encrypt is not None and no_store and is_given(context, "encrypt"):
+            raise InvalidInputError(
+                "--encrypt is for state on the disk, and --no-store keeps none: remove one"
+            )
         ports = [port, *([_OLLAMA] if ollama else [])]
         if unix_socket is not None and not is_given(context, "port"):
             ports.remove(port)
@@ -282,6 +296,8 @@ def serve(
             kv["threads"] = threads
         if store_size is not None:
             kv["store_bytes"] = round(store_size * (1 << 30))
+        if folder is not None and (encryption := encryption_of(folder, encrypt)) is not None:
+            kv["encryption"] = encryption
         pool = ModelPool.open(
             specs,
             store=folder,
@@ -330,6 +346,7 @@ def serve(
         exact=exact,
         store=folder,
         store_bytes=None if store_size is None else round(store_size * (1 << 30)),
+        encrypt=None if no_store else encrypt,
         blocks=blocks,
         isolated=isolated,
         threads=threads,

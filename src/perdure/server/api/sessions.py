@@ -187,7 +187,7 @@ async def say(
 
     def submit() -> tuple[Sequence[Message], TurnStream]:
         said, options = _read(asked, app_state, caller)
-        return said, _session(app_state, caller, name).submit(said, **options)
+        return said, _session(app_state, caller, name).submit(said, extra=caller.turn_extra, **options)
 
     said, stream = await app_state.call(submit)
     return await chat_answer(stream, asked, request, app_state, caller, session=name, messages=said)

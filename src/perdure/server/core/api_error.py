@@ -30,11 +30,13 @@ from perdure.errors import (
     StateError,
     StoreError,
     StoreFullError,
+    TurnKeptError,
 )
 
 log = logging.getLogger("perdure.server")
 
 _CROWDED = "too_many_connections"
+_KEPT = "turn_kept"
 PROTOCOL = "protocol"
 """In the state of a request: the protocol that is spoken at its path."""
 
@@ -71,6 +73,9 @@ class ApiError(Exception):
     @property
     def headers(self) -> dict[str, str]:
         headers = {"retry-after": str(self.retry_after)} if self.retry_after is not None else {}
+        if self.code == _KEPT:
+            # Libraries of clients try a 409 again: here that leads nowhere.
+            headers["x-should-retry"] = "false"
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
         if self.status in (408, 413) or self.code == _CROWDED:
@@ -250,6 +255,7 @@ _BY_CLASS: tuple[tuple[type[PerdureError], int, str, str], ...] = (
     (SessionNotFoundError, 404, "not_found_error", "session_not_found"),
     (SessionExistsError, 409, "invalid_request_error", "session_exists"),
     (SessionBusyError, 409, "invalid_request_error", "session_busy"),
+    (TurnKeptError, 409, "invalid_request_error", _KEPT),
     (SessionError, 409, "invalid_request_error", "session_error"),
     (ModelNotFoundError, 404, "not_found_error", "model_not_found"),
     (InvalidInputError, 400, "invalid_request_error", "invalid_value"),

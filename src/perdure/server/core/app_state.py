@@ -41,12 +41,15 @@ from perdure.server.core.metrics import Metrics, RecentRequests
 from perdure.server.core.settings import AllowedHosts, Limits, LiveSettings, ReplyDefaults
 from perdure.server.core.shared_keys import share
 from perdure.server.core.visit import SESSION, VISIT, Sign, Visit
+from perdure.sessions.session import TurnExtra
 
 log = logging.getLogger("perdure.server")
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_KEY_CHARACTERS = 255
+"""Of an idempotency key."""
 _PRODUCT = re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII)
 _AGENT = 64
 """Characters of a program's name that are kept."""
@@ -473,11 +476,18 @@ class Caller:
     """Of its request, in which it may name its conversation; None where conversations are not kept."""
     visit: Visit = field(default_factory=Visit)
     """The models that its request uses."""
+    idempotency_key: str | None = None
+    """What its request is known by, so that a turn that is asked for twice is made once."""
 
     @property
     def session(self) -> str | None:
         """The session that its request is a turn of, as far as that is known by now."""
         return self.notes.get(SESSION)
+
+    @property
+    def turn_extra(self) -> TurnExtra:
+        """What a turn of a session that it asks for has besides messages and settings."""
+        return TurnExtra(idempotency_key=self.idempotency_key)
 
     def in_session(self, name: str) -> None:
         """Have the answer, and the list of requests, say which session it is a turn of."""
@@ -507,7 +517,18 @@ async def _caller(request: Request) -> Caller:
     keeps = request.app.state.app_state.conversations
     visit = getattr(state, VISIT, None) or Visit()
     headers = request.headers if keeps else None
-    return Caller(state.namespace, state.notes, agent, account, request_id, headers, visit)
+    key = _idempotency_key(request.headers.get("idempotency-key"))
+    return Caller(state.namespace, state.notes, agent, account, request_id, headers, visit, key)
+
+
+def _idempotency_key(value: str | None) -> str | None:
+    if value is not None and (not 0 < len(value) <= _KEY_CHARACTERS or not value.isprintable()):
+        raise ApiError(
+            400,
+            f"Idempotency-Key: a text of 1 to {_KEY_CHARACTERS} printable characters, got {len(value)}",
+            code="invalid_value",
+        )
+    return value
 
 
 async def _looked_at(request: Request) -> AppState:

@@ -43,6 +43,7 @@ from perdure.server.core.visit import SESSION
 log = logging.getLogger("perdure.server")
 
 _ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+_CHECKS = frozenset({"/health", "/ready"})
 LEFT = 499
 """The status, in logs and metrics only, of a request whose client went away."""
 
@@ -171,7 +172,9 @@ class AccessLog:
                 "seconds": round(seconds, 6),
                 **notes,
             }
-            log.info("request", extra={"fields": fields})
+            # Routers ask these every second: what is well is not told at the usual level.
+            level = logging.DEBUG if route in _CHECKS and status < 400 else logging.INFO
+            log.log(level, "request", extra={"fields": fields})
 
 
 # Host and origin check. Refuses requests that a web page of another site makes.

@@ -21,7 +21,7 @@ from perdure.server.core.schemas import Name, ReplyExtension, RequestSchema
 from perdure.server.protocols.conversation_names import conversation_of
 from perdure.sessions.agent_conversation import AgentConversation, find_line, without_session_options
 from perdure.sessions.fold import TurnStream
-from perdure.sessions.session import Session
+from perdure.sessions.session import Session, TurnExtra
 
 log = logging.getLogger("perdure.server")
 
@@ -142,19 +142,24 @@ class ReplyRequest:
         if messages[0].role in ("system", "developer") and len(messages) > 1:
             system = messages.pop(0).content or ""
         session, made = self.place.open(runtime, caller, system)
-        stream = _submit(session, messages, self.options, made=made)
+        stream = _submit(session, messages, self.options, made=made, extra=caller.turn_extra)
         caller.in_session(session.name)
         return stream
 
 
 def _submit(
-    session: Session, said: Sequence[Message], options: Mapping[str, Any], *, made: bool
+    session: Session,
+    said: Sequence[Message],
+    options: Mapping[str, Any],
+    *,
+    made: bool,
+    extra: TurnExtra | None = None,
 ) -> TurnStream:
     """Queue a turn. One that is refused leaves no session behind that was made for it, unless somebody else
     has gone on with it."""
     turns = session.turns if made else None
     try:
-        return session.submit(said, **options)
+        return session.submit(said, extra=extra, **options)
     except BaseException:
         if turns is not None:
             with suppress(PerdureError):

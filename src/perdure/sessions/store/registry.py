@@ -8,6 +8,7 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from perdure.config import settings
 from perdure.errors import CorruptStateError, InvalidInputError, StoreDamagedError, StoreError
 from perdure.sessions.store.base import SessionStore
 from perdure.sessions.store.migrate import Migration
@@ -20,6 +21,7 @@ from perdure.sessions.store.sqlite.repair import FOUND, Progress, Verification
 from perdure.sessions.store.sqlite.store import FILE, SqliteStore
 
 if TYPE_CHECKING:
+    from perdure.cache.tiers.encryption import Encryption
     from perdure.sessions.store.postgres.accounts import Accounts
     from perdure.sessions.store.postgres.store import PostgresStore
 
@@ -30,6 +32,7 @@ __all__ = [
     "Verification",
     "back_up",
     "cluster_key",
+    "encryption_of",
     "has_sessions",
     "migrate",
     "open_accounts",
@@ -83,15 +86,38 @@ def cluster_key(folder: Path | None, blocks: Sequence[str]) -> bytes:
 
     for url in blocks:
         parse_block_place(url)
+    return _database_key(folder, "blocks of several machines need")
+
+
+def _database_key(folder: Path | None, who: str) -> bytes:
     place = place_in(folder) if folder is not None else None
     if place is None:
         raise InvalidInputError(
-            "blocks of several machines need their sessions in PostgreSQL, which has the key that seals "
-            "them: give store=postgresql://…"
+            f"{who} their sessions in PostgreSQL, which has the key that seals them: give store=postgresql://…"
         )
     with closing(_postgres(place, readonly=False)) as store:
         assert store.key is not None
         return store.key
+
+
+def encryption_of(folder: Path | None, encrypt: str | os.PathLike[str] | None = None) -> Encryption | None:
+    """How the blocks in a store's folder are encrypted: by the key that `encrypt` names (a file, or "cluster"
+    for the one in the database of the sessions), else as is set, else as they are already; None where
+    they are plain."""
+    from perdure.cache.tiers.archive import block_folders
+    from perdure.cache.tiers.encryption import choose_encryption
+
+    if folder is None:
+        if encrypt is not None:
+            raise InvalidInputError("encrypt is for state on the disk, which needs a store: give one, too")
+        return None
+    chosen = settings().encrypt if encrypt is None else os.fspath(encrypt)
+    return choose_encryption(
+        folder,
+        chosen,
+        block_folders(folder),
+        lambda: _database_key(folder, "blocks that are encrypted with the cluster's key need"),
+    )
 
 
 @contextmanager
@@ -115,7 +141,7 @@ def verify(folder: Path, progress: Progress) -> Verification:
     of a folder is mended from what can be proved; one of a server is its operator's to restore."""
     place = place_in(folder)
     if place is None:
-        return repair.verify(folder, progress)
+        return repair.verify(folder, progress, lambda: encryption_of(folder))
     found = Verification(store=folder)
     try:
         with closing(_postgres(place, readonly=True)) as store:
@@ -124,7 +150,7 @@ def verify(folder: Path, progress: Progress) -> Verification:
         found.database = str(error)
     if found.damaged or found.database:
         found.not_repaired = f"{place.shown} is on a server: restore it there from a copy"
-    repair.read_blocks(folder, found, progress)
+    repair.read_blocks(folder, found, progress, lambda: encryption_of(folder))
     return found
 
 

@@ -19,6 +19,7 @@ from typing import IO, Any
 
 from perdure import system
 from perdure.atomic import PRIVATE, make_folder, open_private, sync_folder, translate_os_errors
+from perdure.cache.tiers.encryption import MARK as ENCRYPTED
 from perdure.errors import CorruptStateError, InvalidInputError, StoreError
 from perdure.sessions.store.sqlite.repair import Verification, verify
 from perdure.sessions.store.sqlite.store import FILE, KEY, MARK, SqliteStore
@@ -61,6 +62,7 @@ def back_up(folder: Path, file: Path, *, state: bool = False, progress: Progress
             members = {FILE: snapshot}
             members |= {name: folder / name for name in (MARK, KEY) if (folder / name).is_file()}
             if state:
+                members |= _encryption(folder)
                 members |= {f"blocks/{path.parent.name}/{path.name}": path for path in _blocks(folder)}
             created, blocks = time.time(), 0
             digests: dict[str, str] = {}
@@ -188,6 +190,14 @@ def _blocks(folder: Path) -> Iterator[Path]:
                 yield path
 
 
+def _encryption(folder: Path) -> dict[str, Path]:
+    """What says with which key the blocks are encrypted, where they are: they stay so in a backup."""
+    from perdure.cache.tiers.archive import block_folders
+
+    marks = [mark for place in block_folders(folder) if (mark := place / ENCRYPTED).is_file()]
+    return {ENCRYPTED: marks[0]} if marks else {}
+
+
 def _database(path: Path) -> Iterator[Path]:
     return (path.with_name(path.name + suffix) for suffix in ("", "-wal", "-shm", "-journal"))
 
@@ -238,7 +248,7 @@ def _unpacked(file: Path, new: Path, progress: Progress | None) -> dict[str, Any
                     if entry.size > _MANIFEST_BYTES:
                         raise CorruptStateError(f"the manifest of {file} has {entry.size} bytes")
                     about = json.loads(source.read())
-                elif entry.name in (FILE, MARK, KEY) or _BLOCK.fullmatch(entry.name):
+                elif entry.name in (FILE, MARK, KEY, ENCRYPTED) or _BLOCK.fullmatch(entry.name):
                     digests[entry.name] = _written(source, new / entry.name)
                 else:
                     raise CorruptStateError(f"{file} holds {entry.name[:100]!r}, which is no file of a store")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from perdure.atomic import make_private, sync_folder, translate_os_errors
 from perdure.config import STORE_BYTES
-from perdure.errors import CorruptStateError, StoreDamagedError, StoreLockedError
+from perdure.errors import CorruptStateError, StoreDamagedError, StoreKeyError, StoreLockedError
 from perdure.sessions.store.sql.store import SqlStore
 from perdure.sessions.store.sql.tables import (
     INSERT_TURN,
@@ -47,6 +47,7 @@ from perdure.store.index import APPLICATION, Index, unopened
 
 if TYPE_CHECKING:
     from perdure.cache.tiers.disk import Findings
+    from perdure.cache.tiers.encryption import Encryption
 
 
 FOUND = "lost+found"
@@ -392,8 +393,11 @@ class Verification:
         }
 
 
-def verify(folder: Path, progress: Progress) -> Verification:
-    """Prove every turn that a session or a memory leads to, then have every block read."""
+def verify(
+    folder: Path, progress: Progress, encryption: Callable[[], Encryption | None] = lambda: None
+) -> Verification:
+    """Prove every turn that a session or a memory leads to, then have every block read; `encryption` finds
+    the key of blocks that are encrypted."""
     found = Verification(store=folder)
     try:
         _read_sessions(folder, found, progress)
@@ -404,7 +408,7 @@ def verify(folder: Path, progress: Progress) -> Verification:
             found.repair = repair(folder)
         except (StoreDamagedError, StoreLockedError) as error:
             found.not_repaired = str(error)
-    read_blocks(folder, found, progress)
+    read_blocks(folder, found, progress, encryption)
     return found
 
 
@@ -465,15 +469,17 @@ def _found_in(namespace: object) -> str:
     return f" of namespace {_quoted(str(namespace))}" if namespace else ""
 
 
-def read_blocks(folder: Path, found: Verification, progress: Progress) -> None:
+def read_blocks(
+    folder: Path, found: Verification, progress: Progress, encryption: Callable[[], Encryption | None]
+) -> None:
     """Have every block of a store read and proved."""
     from perdure.cache.tiers.archive import block_folders
     from perdure.cache.tiers.disk import DiskTier
 
     for place in block_folders(folder):
         try:
-            disk = DiskTier(place, budget=STORE_BYTES, rebuild=True)
-        except StoreLockedError as error:
+            disk = DiskTier(place, budget=STORE_BYTES, rebuild=True, encryption=encryption())
+        except (StoreLockedError, StoreKeyError) as error:
             found.unread = str(error)
             continue
         try:
