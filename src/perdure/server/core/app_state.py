@@ -42,6 +42,7 @@ from perdure.server.core.settings import AllowedHosts, Limits, LiveSettings, Rep
 from perdure.server.core.shared_keys import share
 from perdure.server.core.visit import SESSION, VISIT, Sign, Visit
 from perdure.sessions.session import TurnExtra
+from perdure.sessions.store.registry import encryption_of
 
 log = logging.getLogger("perdure.server")
 
@@ -279,7 +280,9 @@ class AppState:
             return
         # A model without a template has no prompts that begin alike; one that is closed, none at all.
         with suppress(PerdureError):
-            beginnings = Beginnings(folder, runtime.model.digest)
+            encryption = encryption_of(folder)
+            seal = None if encryption is None else encryption.seal()
+            beginnings = Beginnings(folder, runtime.model.digest, seal=seal)
             runtime.chat_format.remember_beginnings(beginnings)
             beginnings.warm(
                 runtime.backend,

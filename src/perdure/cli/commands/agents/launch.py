@@ -56,6 +56,8 @@ class Setup:
     environment: dict[str, str] = field(default_factory=dict)
     files: dict[str, Any] = field(default_factory=dict)
     """JSON, by path in the folder of perdure's own."""
+    inside: bool = False
+    """Whether it is started in that folder: it leaves a file of its own where it is started."""
 
 
 def _claude(to: Target) -> Setup:
@@ -169,13 +171,17 @@ def _copilot(to: Target) -> Setup:
 
 def _openwebui(to: Target) -> Setup:
     return Setup(
-        command=("open-webui", "serve"),
+        # Its own port is ours, 8080, and it would listen to other machines.
+        command=("open-webui", "serve", "--host", "127.0.0.1", "--port", "3000"),
         environment={
             "OPENAI_API_BASE_URL": to.openai,
             "OPENAI_API_KEY": to.key,
+            # What it keeps from its first start would go before these.
+            "ENABLE_PERSISTENT_CONFIG": "false",
             "ENABLE_OLLAMA_API": "false",
             "ENABLE_FORWARD_USER_INFO_HEADERS": "true",
         },
+        inside=True,
     )
 
 
@@ -248,11 +254,18 @@ def launch(
         raise PerdureError(
             f"{arguments[0]} is not installed; `perdure launch {client} --print` shows its settings"
         )
+    if setup.inside:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     for name, content in setup.files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with open(folder / name, "w", encoding="utf-8", opener=_private) as file:
             json.dump(content, file, indent=2)
-    ended = subprocess.run([program, *arguments[1:]], env={**os.environ, **setup.environment}, check=False)
+    ended = subprocess.run(
+        [os.path.abspath(program), *arguments[1:]],
+        env={**os.environ, **setup.environment},
+        cwd=folder if setup.inside else None,
+        check=False,
+    )
     raise typer.Exit(ended.returncode)
 
 
