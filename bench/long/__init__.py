@@ -134,12 +134,14 @@ def _text(rt: perdure.Runtime, tokens: int) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.long", description=__doc__)
-    parser.add_argument("--lengths", nargs="*", type=int, default=LENGTHS)
+    parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, help="the least first")
     parser.add_argument("--model", type=Path, help="a file, instead of one of random weights")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--quick", action="store_true", help="1,024 and 4,096 tokens")
     options = parser.parse_args(argv)
     lengths = (1024, 4096) if options.quick else options.lengths
+    if len(lengths) < 2 or lengths[0] >= lengths[-1]:
+        parser.error("growth needs two lengths, the least first")
     gpu = any(device.offloads for device in library.loaded().device_list)
     with tempfile.TemporaryDirectory() as folder, Watch() as watch:
         path = options.model or write(Path(folder) / "long.gguf", EIGHT_BILLION if gpu else NARROW)

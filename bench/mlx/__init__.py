@@ -1,6 +1,6 @@
 """MLX: our engine against mlx-lm's loop, prompt cache and server, and mlx-vlm's server with its disk cache.
 
-    python -m bench.mlx                  # 7 minutes on two idle cores
+    python -m bench.mlx                  # 8 minutes on two idle cores
     python -m bench.mlx.agreement        # greedy replies against llama.cpp's on the same weights: 15 minutes
 
 The default model, dequantised once into build/mlx. On a CPU mlx-lm compiles its kernels, as it is shipped;
@@ -215,17 +215,17 @@ def restart(run: Run) -> Iterator[Figure]:
     """The first token of a stored session after a restart, by its length, against reading it again, and
     against mlx-lm's `cache_prompt`, which writes a prompt's cache as a file for the next process.
 
-    A length that this machine would read for more than a minute is left out.
+    A length that this machine would read for more than 45 seconds is left out.
     """
     model, peer = open_model(folder(), {}, cells=0), _theirs(folder())
     _their_tokens(peer, model.tokenize(_SENTENCE), 2)
     a_token = 0.0
-    for sentences in run.pick((4, 50, 190), (4, 12)):
+    for sentences in run.pick((4, 50, 150), (4, 12)):
         text = _SENTENCE * sentences
         count = len(model.tokenize(text))
         # Attention makes a token behind more tokens dearer.
-        if 1.5 * a_token * count > 60e3:
-            print(f"  a session of {count:,} tokens is left out: to read it takes a minute here", flush=True)
+        if 1.5 * a_token * count > 45e3:
+            print(f"  a session of {count:,} tokens is left out: it is read too slowly here", flush=True)
             continue
         woken, loaded, computed, watch = _after_a_restart(model, peer, text, run.pick(5, 2))
         a_token = computed / count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -12,7 +13,15 @@ from numpy.typing import NDArray
 from perdure.decode.request import Request
 from perdure.decode.sampling.grammar import Grammars
 from perdure.decode.sampling.stage import BreakerTable
-from perdure.decode.scheduler import BatchScheduler, Budget, ExactScheduler, Step, admit
+from perdure.decode.scheduler import (
+    LONGEST_TURN,
+    AdapterTurns,
+    BatchScheduler,
+    Budget,
+    ExactScheduler,
+    Step,
+    admit,
+)
 from perdure.decode.sequence import SequenceGroup, make_group
 from perdure.decode.slots import FreshSlots, KeptPrefix, PendingPrefix, SlotAssignment, Slots
 from perdure.engine.adapters import AdapterSet, AdapterTable
@@ -238,3 +247,50 @@ def test_in_exact_mode_each_sequence_has_its_own_step_cut_at_fixed_places(
         if prompt.remaining <= 1:
             break
     assert cuts == [10, 10, 5]
+
+
+def served(
+    model: ToyModel, *, step: float, change: float, hold: float, steps: int = 400, prompts: bool = False
+) -> list[AdapterSet]:
+    """The sets of `steps` steps while two are used. A step takes `step` seconds, with a change `change` more;
+    a busy machine makes every fiftieth ten times as long."""
+    sets = [AdapterSet.of({model.adapter(name): 1.0}) for name in ("one", "two")]
+    turns, now, chosen = AdapterTurns(hold), 0.0, list[AdapterSet]()
+    for at in range(steps):
+        chosen.append(turns.next(sets, now, None if prompts else 4))
+        took = step * (10 if at % 50 == 49 else 1)
+        now += took + (change if at == 0 or chosen[-1] != chosen[-2] else 0.0)
+    return chosen
+
+
+def longest(chosen: Sequence[AdapterSet]) -> int:
+    """The most steps in a row of one set."""
+    return max(len(list(run)) for _, run in itertools.groupby(chosen))
+
+
+def changes(chosen: Sequence[AdapterSet]) -> int:
+    return sum(1 for one, other in itertools.pairwise(chosen) if one != other)
+
+
+@pytest.mark.parametrize("step", [0.003, 0.01, 0.03])
+@pytest.mark.parametrize("change", [0.001, 0.008, 0.02])
+def test_changes_of_adapters_take_little_of_the_time(model: ToyModel, step: float, change: float) -> None:
+    chosen = served(model, step=step, change=change, hold=0.05)
+    assert changes(chosen) * change <= 0.07 * len(chosen) * step
+    assert changes(chosen) > 1
+    assert chosen.count(chosen[0]) in range(100, 301)
+
+
+@pytest.mark.parametrize("change", [0.0, 0.001, 0.3])
+def test_no_set_of_adapters_keeps_the_others_waiting_for_long(model: ToyModel, change: float) -> None:
+    chosen = served(model, step=0.01, change=change, hold=0.05)
+    turn = max(0.05, min(20 * change, LONGEST_TURN))
+    assert longest(chosen[20:]) <= turn / 0.01 + 2
+
+
+def test_slow_steps_alternate_but_for_the_one_that_measures(model: ToyModel) -> None:
+    assert longest(served(model, step=0.2, change=0.001, hold=0.05)) == 2
+
+
+def test_turns_last_their_least_time_while_prompts_are_read(model: ToyModel) -> None:
+    assert longest(served(model, step=0.01, change=0.02, hold=0.05, prompts=True)) <= 6

@@ -289,7 +289,7 @@ def test_costs_are_estimated_between_what_was_measured() -> None:
     costs.observe(1, 2.0)
     assert costs.known(1) == 1.0
     assert costs.change(1) == 0.0
-    assert costs.change(5) == pytest.approx(0.2 / 8)
+    assert costs.change(5) == pytest.approx(2 * 0.2 / 8)
     # A step that was held up counts for little.
     costs.observe(1, 100.0)
     assert costs.seconds(1) == pytest.approx(1.2)
@@ -309,3 +309,18 @@ def test_a_guess_that_takes_longer_than_it_saves_is_given_up() -> None:
     world.write(400)
     # Each takes as long as five steps, and promises a few tokens at most.
     assert 0 < Slow.asked < 40
+
+
+def test_what_a_gpu_records_at_a_change_of_size_is_none_of_its_cost() -> None:
+    costs = StepCosts(settling=2)
+    for size in 1, 4:
+        for _ in range(5):
+            costs.observe(size, float(size))
+    for _ in range(20):
+        for size in 1, 4:
+            # The first step is launched bit by bit, the second recorded.
+            for more in 0.5, 2.0, 0.0:
+                costs.observe(size, size + more)
+    assert costs.known(1) == pytest.approx(1.0)
+    assert costs.known(4) == pytest.approx(4.0)
+    assert costs.change(1) == pytest.approx(2 * 2.5 / 8, rel=0.05)

@@ -1,13 +1,15 @@
 """The scheduler: who gets a slot, and what the next steps compute.
 
 Everything here is a function of the groups that it is given, their slots and a budget, but for the turns of
-sets of adapters, which last a time. It starts no thread and computes nothing.
+sets of adapters, which last a time (`AdapterTurns`). It starts no thread and computes nothing.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -26,6 +28,8 @@ TIMED = 16
 """Steps of so many tokens tell how fast prompts are computed; shorter ones are mostly overhead."""
 LONGEST = 1.0
 """Seconds that a step of a prompt may take while nobody else is served."""
+LONGEST_TURN = 0.5
+"""Seconds for which one set of adapters may keep the engine from the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +162,56 @@ def _rank_and_age(group: SequenceGroup) -> tuple[int, float]:
     return group.rank, group.sequences[0].submitted
 
 
+class AdapterTurns:
+    """Whose turn it is of sets of adapters that are used at once.
+
+    To change the set has the engine plan its memory anew: so many seconds, the median of what the first step
+    of a turn took longer than its second. A turn lasts `hold` seconds, and longer where changes would take
+    more than a twentieth of the time, but `LONGEST_TURN` at most: the others wait for it.
+    """
+
+    def __init__(self, hold: float) -> None:
+        self._hold = hold
+        self._set: AdapterSet | None = None
+        self._until = 0.0
+        self._costs: deque[float] = deque(maxlen=5)
+        """What the last changes cost."""
+        self._times: list[float] = []
+        """When the first steps of this turn were planned, as long as its change is being measured."""
+        self._replies: int | None = None
+        """Those that its first step had to serve, if that was all it had to do."""
+
+    def next(self, sets: Sequence[AdapterSet], now: float, replies: int | None) -> AdapterSet:
+        """The set of the next step, which is planned `now`. `replies` are those that all the sets have to
+        serve where no prompt is to be read: only such steps can be compared."""
+        self._measure(now, replies)
+        over = now >= self._until and not self._times
+        if self._set is None or over or self._set not in sets:
+            # Behind the last one, so that each comes to its turn.
+            at = sets.index(self._set) + 1 if self._set in sets else 0
+            if (chosen := sets[at % len(sets)]) != self._set:
+                self._times, self._replies = [] if replies is None else [now], replies
+            self._set, self._until = chosen, now + self.length
+        return self._set
+
+    @property
+    def length(self) -> float:
+        """Seconds that a turn lasts."""
+        cost = statistics.median(self._costs) if self._costs else 0.0
+        return max(self._hold, min(20 * cost, LONGEST_TURN))
+
+    def _measure(self, now: float, replies: int | None) -> None:
+        if not self._times:
+            return
+        self._times.append(now)
+        if replies != self._replies:
+            self._times = []
+        elif len(self._times) == 3:
+            first, second, third = self._times
+            self._costs.append(max(0.0, (second - first) - (third - second)))
+            self._times = []
+
+
 class Scheduler(Protocol):
     """A way to put sequences into steps."""
 
@@ -169,16 +223,11 @@ class Scheduler(Protocol):
 class BatchScheduler:
     """One step serves everybody: a token of each reply, and a chunk of prompts beside them.
 
-    Where sequences are computed with different adapters, a step serves all those of one set. The sets take
-    turns of `hold` seconds: to change what the engine computes with costs it a plan of its memory.
+    Where sequences are computed with different adapters, a step serves all those of one set.
     """
 
     def __init__(self, hold: float = 0.0) -> None:
-        self.hold = hold
-        self._set: AdapterSet | None = None
-        """Whose turn it is."""
-        self._until = 0.0
-        """When it ends."""
+        self._turns = AdapterTurns(hold)
 
     def plan(self, groups: Iterable[SequenceGroup], slots: Slots, budget: Budget, *, turn: int) -> list[Step]:
         step, prefills, suspects = _ready(groups)
@@ -200,14 +249,10 @@ class BatchScheduler:
         sets = list(dict.fromkeys([*(each for each, _ in decodes), *(each for each, _ in prompts)]))
         if not sets:
             return step, prefills
-        now = time.monotonic()
-        if now >= self._until or self._set not in sets:
-            # Behind the last one, so that each comes to its turn.
-            at = sets.index(self._set) + 1 if self._set in sets else 0
-            self._set, self._until = sets[at % len(sets)], now + self.hold
+        chosen = self._turns.next(sets, time.monotonic(), len(decodes) if not prompts else None)
         return (
-            [chunk for each, chunk in decodes if each == self._set],
-            [pair for each, pair in prompts if each == self._set],
+            [chunk for each, chunk in decodes if each == chosen],
+            [pair for each, pair in prompts if each == chosen],
         )
 
     def _add_prompts(

@@ -53,7 +53,8 @@ _LENGTHS = frozenset((1, 2, 3, 5, 7, 11, 15, 23, 31))
 _SLOWER, _FASTER = 0.2, 0.5
 """How much of what a step took longer, or shorter, than known is believed."""
 _UNCHECKED = 2
-"""Steps with guesses that brought little, after which one goes without: what they save is measured by it."""
+"""Steps with guesses that brought little, after which one goes without: what they save is measured by it.
+Where guesses have saved more than a step lately, twice as many."""
 _TRIES = 4
 """Steps of each size that a GPU is given to prepare, and to show what such a step takes from then on."""
 _TRIED = (1, 2, 3, 5, 7, 15, 31)
@@ -69,20 +70,27 @@ _MEMORY = 0.9
 
 
 class StepCosts:
-    """How long steps of so many tokens take, as measured, and a step of another size than the last one more.
+    """How long steps of so many tokens take, as measured, and what it costs to change the size.
 
     The first step of a size says nothing: a GPU prepares what it needs for that size then, and takes many
-    times as long as it will from then on. Of the next ones the fastest counts.
+    times as long as it will from then on. Of the next ones the fastest counts. Later too a GPU that comes
+    back to a size launches the first step bit by bit and records the second: that is the cost of the change,
+    and not of steps of that size.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, settling: int = 1) -> None:
+        """So many steps of a size may take longer than the ones that follow them."""
         self._seconds: dict[int, float] = {}
         self._counts: dict[int, int] = {}
         self._last = 0
-        self._change = 0.0
+        self._run = 0
+        """Steps of that size in a row."""
+        self._excess = [0.0] * settling
+        """What the first steps of such a run take longer."""
 
     def observe(self, tokens: int, seconds: float) -> None:
-        changed, self._last = tokens != self._last, tokens
+        self._run = self._run + 1 if tokens == self._last else 1
+        self._last = tokens
         count = self._counts[tokens] = self._counts.get(tokens, 0) + 1
         before = self._seconds.get(tokens)
         if count == 1:
@@ -91,8 +99,9 @@ class StepCosts:
             self._seconds[tokens] = seconds
         elif count <= _TRIES:
             self._seconds[tokens] = min(before, seconds)
-        elif changed and seconds > before:
-            self._change += _SLOWER * (min(seconds - before, 2 * before) - self._change)
+        elif self._run <= len(self._excess) and seconds > before:
+            excess = self._excess[self._run - 1]
+            self._excess[self._run - 1] += _SLOWER * (min(seconds - before, 2 * before) - excess)
         else:
             # A step can be held up by something else, and then says little; none is faster than it can be.
             share = _SLOWER if seconds > before else _FASTER
@@ -100,8 +109,8 @@ class StepCosts:
 
     def change(self, tokens: int) -> float:
         """What a step of so many tokens takes longer than others of its size, if it comes next: its part of
-        that, since steps mostly stay at a size for a while."""
-        return self._change / _STAY if tokens != self._last else 0.0
+        the way there and back, since steps mostly stay at a size for a while."""
+        return 2 * sum(self._excess) / _STAY if tokens != self._last else 0.0
 
     def tries(self, tokens: int) -> int:
         """How many steps of so many tokens there were."""
@@ -220,7 +229,7 @@ class Speculator:
         self._drafters = list(drafters)
         self._n_ctx = n_ctx
         self._streams: WeakKeyDictionary[TokenSequence, _Stream] = WeakKeyDictionary()
-        self._costs = StepCosts()
+        self._costs = StepCosts(settling=2 if prepares else 1)
         self._prepares = prepares
         self._trying = False
         """Whether the step in flight is such a one."""
@@ -273,10 +282,10 @@ class Speculator:
     def _adapt(self, chunks: Sequence[Chunk], known: int, room: int) -> None:
         """Guess as far as a step gives more tokens a second by it, and as everybody in it can afford."""
         plain = self._costs.known(known)
-        if plain is None or self._unpaid >= _UNCHECKED or room <= 0:
+        if plain is None or self._unpaid >= _UNCHECKED * (2 if self._gain > 1 else 1) or room <= 0:
             return
         streams = [self._stream(chunk.sequence, known, plain) for chunk in chunks]
-        credit = min(stream.credit for stream in streams)
+        credit = min(stream.credit for stream in streams) + self._lent(plain)
         if self._costs.seconds(known + 1) - plain > credit and not self._has_untried(chunks, known):
             return
         drafts: dict[Chunk, Draft] = {}
@@ -373,7 +382,11 @@ class Speculator:
                 if (source := self._sources.get(chunk)) is not None:
                     stream.outcomes.add(source, len(chunk.draft), chunk.agreed)
                     self._outcomes.add(source, len(chunk.draft), chunk.agreed)
-                    if not self._trying and self._prices.price(source) > _DEAR * plain:
+                    if (price := self._prices.price(source)) > _DEAR * plain:
+                        if self._trying:
+                            # What it will be, once the engine has prepared such steps.
+                            took = self._costs.seconds(known + guesses) + price * len(chunk.draft)
+                            saved = plain * (1 + chunk.agreed) - took
                         self._gain = self._gain * _LATELY + saved / plain
         self._guessed = guesses > 0
         self._costs.observe(known + guesses, seconds)
@@ -395,9 +408,12 @@ class Speculator:
         stream = self._streams.get(sequence)
         if stream is None:
             guess = max(self._costs.seconds(known + 1) - plain, _DEAR * plain) + self._prices.highest
-            credit = min(_START * plain, _CHANCES * guess) + min(max(0.0, self._gain), _MORE) * plain
-            stream = self._streams[sequence] = _Stream(credit)
+            stream = self._streams[sequence] = _Stream(min(_START * plain, _CHANCES * guess))
         return stream
+
+    def _lent(self, plain: float) -> float:
+        """Seconds that any stream may lose besides its own credit."""
+        return min(max(0.0, self._gain), _MORE) * plain
 
     def _ask(self, chunk: Chunk, count: int, paying: Callable[[str], int] | None = None) -> Draft | None:
         """The guess of the first drafter that has a good one; else the first. `paying` tells how many guesses
@@ -446,17 +462,18 @@ class Speculator:
                 if count <= _DEAREST and self._costs.tries(known + count) < _TRIES:
                     return count
         chance = self._chance(stream, source, _MODEL)
+        credit = stream.credit + self._lent(plain)
         tokens, right, count, best = 1.0, 1.0, 0, _WORTH / plain
         for at in range(1, _DEAREST + 1):
             right *= chance
             tokens += right
             size = known + at * streams
             seconds = self._costs.seconds(size) + self._costs.change(size) + at * streams * price
-            if seconds - plain > stream.credit:
+            if seconds - plain > credit:
                 break
             if at in _LENGTHS and tokens / seconds > best:
                 best, count = tokens / seconds, at
-        if not count and stream.credit >= min(_START * plain, _CHANCES * price):
+        if not count and credit >= min(_START * plain, _CHANCES * price):
             # Now and then it is tried all the same: the text may have changed.
             return 1
         return count

@@ -107,17 +107,59 @@ class _ModelCore(LlamaCore):
         self._lib.llama_set_embeddings_nextn(self._context, True, False)
 
     def hidden_states(self, count: int) -> Floats:
-        """Those of all tokens of the last step."""
+        """Those of all tokens of the last step, over engine memory: there is a row for each, in their order.
+        The next step overwrites them."""
         self.synchronize()
-        states = np.empty((count, self.width), np.float32)
-        for index in range(count):
-            states[index] = _hidden_at(self._hidden_address(self._context, index), self.width)
-        return states
+        first = self._hidden_address(self._context, 0)
+        return _hidden_at(first, count * self.width).reshape(count, self.width)
 
     def open_layers(self, weights: Weights, params: Any) -> _LayerCore:
         """The next-token layers for this context."""
         params.ctx_type, params.ctx_other = _LAYERS, self._context
         return _LayerCore(weights, params)
+
+
+class _Recent:
+    """The last tokens of a sequence and the hidden states behind them, by position."""
+
+    def __init__(self, width: int) -> None:
+        self._tokens = np.empty(2 * _RECENT, np.int32)
+        self._states = np.empty((2 * _RECENT, width), np.float32)
+        self._first = 0
+        """The position of the first one."""
+        self._count = 0
+
+    def state_before(self, position: int) -> Floats | None:
+        """The hidden state behind the token before a position; None where it is not there."""
+        place = position - 1 - self._first
+        return self._states[place] if 0 <= place < self._count else None
+
+    def last(self, count: int, end: int) -> tuple[NDArray[np.int32], Floats]:
+        """At most `count` tokens before the position `end`, and what goes in beside each: the hidden state
+        behind the token before it."""
+        stop = end - self._first
+        start = max(1, stop - count)
+        return self._tokens[start:stop], self._states[start - 1 : stop - 1]
+
+    def add(self, position: int, tokens: NDArray[np.int32], states: Floats) -> None:
+        """Those from a position on; what was there is dropped."""
+        kept = position - self._first
+        skipped = max(0, len(states) - _RECENT)
+        if skipped or not 0 <= kept <= self._count:
+            position, tokens, states, kept = position + skipped, tokens[skipped:], states[skipped:], 0
+        if kept + len(states) > len(self._states):
+            # Now and then the last ones move to the front.
+            for each in (self._tokens, self._states):
+                each[:_RECENT] = each[kept - _RECENT : kept]
+            kept = _RECENT
+        end = kept + len(states)
+        self._tokens[kept:end], self._states[kept:end] = tokens, states
+        self._first, self._count = position - kept, end
+
+    def copy(self) -> _Recent:
+        other = _Recent(self._states.shape[1])
+        other.add(self._first, self._tokens[: self._count], self._states[: self._count])
+        return other
 
 
 class _Unread:
@@ -171,8 +213,7 @@ class NextTokenCore:
         """The last step of the model, if its hidden states are still there."""
         self._most = min(_UNREAD, params.n_batch - 1)
         self._unread: dict[int, _Unread] = {}
-        self._recent: dict[int, tuple[int, Floats]] = {}
-        """By sequence, its last hidden states, and the position of the first of these."""
+        self._recent: dict[int, _Recent] = {}
 
     # Computing.
 
@@ -199,40 +240,43 @@ class NextTokenCore:
         starts = [0, *(np.flatnonzero(np.diff(batch.seqs[:size])) + 1).tolist()]
         for start, end in zip(starts, [*starts[1:], size], strict=True):
             seq, position = int(batch.seqs[start]), int(batch.positions[start])
-            before = self._state_before(seq, position)
-            first = np.zeros((1, self.width), np.float32) if before is None else before[None]
-            inputs = np.concatenate([first, states[start : end - 1]])
-            self._recall(seq, position, states[start:end])
-            self._unread.setdefault(seq, _Unread(position)).add(position, batch.tokens[start:end], inputs)
+            if seq not in self._recent:
+                self._recent[seq] = _Recent(self.width)
+            tokens, before = batch.tokens[start:end], self._recent[seq].state_before(position)
+            inputs = np.empty((end - start, self.width), np.float32)
+            inputs[0] = 0 if before is None else before
+            inputs[1:] = states[start : end - 1]
+            self._recent[seq].add(position, tokens, states[start:end])
+            self._unread.setdefault(seq, _Unread(position)).add(position, tokens, inputs)
         # Last: a Ctrl-C may have come before, and then all of it is taken again.
         batch.size = 0
 
-    def _read(self, seq: int, token: int | None = None) -> Outcome:
-        """Have the layers read what they have not of `seq`; and `token` behind it, with a row for that."""
+    def _read(self, seq: int) -> Outcome:
+        """Have the layers read what they have not of `seq`."""
         unread = self._unread.get(seq)
-        position = self.newest(seq) + 1 if unread is None else unread.start
-        tokens: list[int] = [] if unread is None else unread.tokens
-        inputs = np.empty((0, self.width), np.float32) if unread is None else unread.inputs()
-        if token is not None:
-            state = self._state_before(seq, self.newest(seq) + 1)
-            assert state is not None
-            tokens, inputs = [*tokens, token], np.concatenate([inputs, state[None]])
-        batch = self._batch
-        if tokens:
-            # What a Ctrl-C has left there is read again.
-            self.layers.remove(seq, position)
-        for at in range(0, len(tokens), batch.capacity):
-            part = tokens[at : at + batch.capacity]
-            rows = np.zeros(len(part), np.int8)
-            if token is not None and at + len(part) == len(tokens):
-                rows[-1] = 1
-            self.layers.inputs[: len(part)] = inputs[at : at + len(part)]
-            batch.fill([BatchPart(seq, position + at, np.array(part, np.int32), rows)])
-            if (outcome := self.layers.decode(batch)) is not Outcome.DONE:
-                self.layers.remove(seq, position)
+        if unread is None:
+            return Outcome.DONE
+        # What a Ctrl-C has left there is read again.
+        self.layers.remove(seq, unread.start)
+        tokens, inputs, size = np.array(unread.tokens, np.int32), unread.inputs(), self._batch.capacity
+        for at in range(0, len(tokens), size):
+            outcome = self._step(seq, unread.start + at, tokens[at : at + size], inputs[at : at + size], None)
+            if outcome is not Outcome.DONE:
+                self.layers.remove(seq, unread.start)
                 return outcome
-        self._unread.pop(seq, None)
+        del self._unread[seq]
         return Outcome.DONE
+
+    def _step(
+        self, seq: int, position: int, tokens: NDArray[np.int32], inputs: Floats, row: int | None
+    ) -> Outcome:
+        """A step of the layers, with a row for the token at that place."""
+        rows = np.zeros(len(tokens), np.int8)
+        if row is not None:
+            rows[row] = 1
+        self.layers.inputs[: len(tokens)] = inputs
+        self._batch.fill([BatchPart(seq, position, tokens, rows)])
+        return self.layers.decode(self._batch)
 
     def _catch_up(self, seq: int) -> None:
         """Have the layers read what they have not: their part of the state is asked for."""
@@ -240,44 +284,48 @@ class NextTokenCore:
         if (outcome := self._read(seq)) is not Outcome.DONE:
             raise EngineError(f"the next-token layers could not read sequence {seq} ({outcome.value})")
 
-    def _state_before(self, seq: int, position: int) -> Floats | None:
-        """The hidden state of the token before a position; None where it is not there."""
-        first, states = self._recent.get(seq, (position, ()))
-        place = position - 1 - first
-        return states[place] if 0 <= place < len(states) else None
-
-    def _recall(self, seq: int, position: int, states: Floats) -> None:
-        """Keep the hidden states from a position on: the last tokens may be cut back."""
-        first, before = self._recent.get(seq, (position, states[:0]))
-        if first <= position <= first + len(before):
-            states = np.concatenate([before[: position - first], states])
-            position = first
-        dropped = max(0, len(states) - _RECENT)
-        self._recent[seq] = position + dropped, states[dropped:].copy()
-
     def guess(self, seq: int, token: int, draw: Callable[[Floats, int], int], count: int) -> list[int]:
         """At most `count` tokens that the layers expect behind `token`, the next one of `seq`. `draw` takes a
         row and the position of the token that is to be drawn from it."""
-        start = position = self.newest(seq) + 1
-        guesses: list[int] = []
         self._take_states()
-        if self._state_before(seq, position) is None:
-            return guesses
+        end = self.newest(seq) + 1
+        recent, unread = self._recent.get(seq), self._unread.get(seq)
+        state = None if recent is None else recent.state_before(end)
+        if recent is None or state is None:
+            return []
+        # All the steps are of one shape, which the library plans and a GPU prepares once: the last tokens are
+        # read again with each. A step of another shape than the one before takes half as long again. Most
+        # rounds add as many tokens as were guessed, and one.
+        before, beside = recent.last(min(count + 1, self._batch.capacity - 1), end)
+        if unread is not None and unread.start < end - len(before):
+            self._catch_up(seq)
+        tokens, inputs = np.append(before, np.int32(token)), np.concatenate([beside, state[None]])
+        # Read again, so unread from here on, should it fail.
+        again = self._unread[seq] = _Unread(end - len(before))
+        again.add(again.start, before, beside.copy())
+        guesses: list[int] = []
+        outcome, first, row = Outcome.DONE, again.start, len(before)
         try:
-            outcome = self._read(seq, token)
-            while outcome is Outcome.DONE:
-                position += 1
-                row = self._batch.size - 1
-                token = draw(self.layers.row(row), position)
-                guesses.append(token)
+            while True:
+                outcome = Outcome.FAILED
+                self.layers.remove(seq, first)
+                outcome = self._step(seq, first, tokens, inputs, row)
+                if outcome is not Outcome.DONE:
+                    break
+                guesses.append(draw(self.layers.row(row), end + len(guesses) + 1))
                 if len(guesses) == count:
                     break
-                self.layers.inputs[0] = self.layers.hidden_behind(row)
-                self._batch.fill_tokens([seq], [position], [token])
-                outcome = self.layers.decode(self._batch)
+                state = self.layers.hidden_behind(row)
+                first += 1
+                tokens = np.append(tokens[1:], np.int32(guesses[-1]))
+                inputs = np.concatenate([inputs[1:], state[None]])
             return guesses
         finally:
-            self.layers.remove(seq, start)
+            if outcome is Outcome.DONE:
+                del self._unread[seq]
+                self.layers.remove(seq, end)
+            else:
+                self.layers.remove(seq, again.start)
 
     def adapt(self, adapters: Mapping[Adapter, float]) -> bool:
         for seq in {*self._unread, *self._last.seqs[: self._last.size].tolist()}:
@@ -312,7 +360,7 @@ class NextTokenCore:
         self.model.copy(src, dst)
         self.layers.copy(src, dst)
         if src in self._recent:
-            self._recent[dst] = self._recent[src]
+            self._recent[dst] = self._recent[src].copy()
 
     def clear(self) -> None:
         self._last.size = 0
