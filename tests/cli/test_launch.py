@@ -99,6 +99,21 @@ def test_a_client_that_reads_files_gets_one_in_a_folder_of_our_own_and_it_can_be
     assert "nothing was written" in CliRunner().invoke(app, ["launch", "pi", "--undo"]).stdout
 
 
+def test_open_webui_is_started_beside_the_server_and_leaves_nothing_where_it_was_called(
+    server: LiveServer, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its port would be the server's own, and its key lies in the folder where it is started."""
+    out = program(home, "open-webui", monkeypatch)
+    script = home / "bin" / "open-webui"
+    script.write_text(script.read_text().replace("sys.argv[1:]", "[os.getcwd(), *sys.argv[1:]]"))
+    CliRunner().invoke(app, ["launch", "openwebui", "--url", server.url, "--", "--port", "3100"])
+    arguments, environment = json.loads(out.read_text())
+    assert Path(arguments[0]) == home / "perdure" / "launch" / "openwebui"
+    assert arguments[1:] == ["serve", "--host", "127.0.0.1", "--port", "3000", "--port", "3100"]
+    assert environment["OPENAI_API_BASE_URL"] == f"{server.url}/v1"
+    assert environment["ENABLE_PERSISTENT_CONFIG"] == "false"
+
+
 def test_opencode_is_given_its_configuration_in_the_environment(server: LiveServer, home: Path) -> None:
     shown = CliRunner().invoke(app, ["launch", "opencode", "--print", "--url", server.url]).stdout
     line = next(line for line in shown.splitlines() if "OPENCODE_CONFIG_CONTENT" in line)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -16,7 +17,8 @@ import pytest
 import perdure
 from cli.pty_user import COMMAND, PATIENCE, piped
 from homes import new_home
-from perdure.cli.advice import with_options
+from perdure import engine
+from perdure.cli.advice import in_options, with_options
 from perdure.cli.app import advice_for, plain_options
 
 
@@ -335,3 +337,19 @@ def test_advice_of_the_library_names_options_of_the_command() -> None:
         "33 layers take 20 GiB: choose --gpu-layers=19, a smaller --ctx, or --no-kv-offload; my_n_ctx stays"
     )
     assert with_options("`perdure sessions ls`", ["--store", "x"]) == "`perdure sessions ls --store x`"
+
+
+def test_what_the_engine_advises_is_told_in_options_of_the_command() -> None:
+    """Every error and warning of the engine, as a command shows it: without a keyword of the library that an
+    option has another name for."""
+    names = "n_ctx|n_seq|[kv]_type|gpu_layers|cpu_experts|tensor_split|force_kv"
+    keyword = re.compile(rf"(?<![\w-])(?:{names})(?!\w)")
+    told = 0
+    for path in sorted(Path(engine.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Raise) or (isinstance(node, ast.Attribute) and node.attr == "warning"):
+                words = [each.value for each in ast.walk(node) if isinstance(each, ast.Constant)]
+                text = "".join(word for word in words if isinstance(word, str))
+                told += bool(keyword.search(text))
+                assert not keyword.search(in_options(text)), f"{path}:{node.lineno}"
+    assert told > 5

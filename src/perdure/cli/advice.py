@@ -9,7 +9,13 @@ from collections.abc import Sequence
 
 _ADVISED = re.compile(r"`(perdure (?:chat|run|serve|sessions|cache)\b[^`]*)`")
 _OPTIONS = {
+    'n_ctx="auto"': "--ctx auto",
     "n_ctx": "--ctx",
+    "n_seq": "--slots",
+    "k_type and v_type": "--kv-type",
+    "v_type": "--kv-type",
+    "force_kv=True (--force-kv)": "--force-kv",
+    "give max_tokens": "give --max-tokens",
     "gpu_layers": "--gpu-layers",
     "cpu_experts": "--cpu-experts",
     "tensor_split": "--tensor-split",

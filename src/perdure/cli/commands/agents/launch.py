@@ -56,6 +56,8 @@ class Setup:
     """JSON, by name, in a folder of perdure's own."""
     folder: str = ""
     """The variable that names that folder."""
+    inside: bool = False
+    """Whether it is started in that folder: it leaves a file of its own where it is started."""
     said: str = ""
     """What a person has to do, for clients that take no settings from outside."""
 
@@ -150,13 +152,17 @@ def _copilot(to: Target) -> Setup:
 
 def _openwebui(to: Target) -> Setup:
     return Setup(
-        command=("open-webui", "serve"),
+        # Its own port is ours, 8080, and it would listen to other machines.
+        command=("open-webui", "serve", "--host", "127.0.0.1", "--port", "3000"),
         environment={
             "OPENAI_API_BASE_URL": to.openai,
             "OPENAI_API_KEY": to.key,
+            # What it keeps from its first start would go before these.
+            "ENABLE_PERSISTENT_CONFIG": "false",
             "ENABLE_OLLAMA_API": "false",
             "ENABLE_FORWARD_USER_INFO_HEADERS": "true",
         },
+        inside=True,
     )
 
 
@@ -223,11 +229,15 @@ def launch(
         raise PerdureError(
             f"{arguments[0]} is not installed; `perdure launch {client} --print` shows its settings"
         )
-    for name, content in setup.files.items():
+    if setup.files or setup.inside:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for name, content in setup.files.items():
         with open(folder / name, "w", encoding="utf-8", opener=_private) as file:
             json.dump(content, file, indent=2)
-    ended = subprocess.run([program, *arguments[1:]], env={**os.environ, **environment}, check=False)
+    place = folder if setup.inside else None
+    ended = subprocess.run(
+        [os.path.abspath(program), *arguments[1:]], env={**os.environ, **environment}, cwd=place, check=False
+    )
     raise typer.Exit(ended.returncode)
 
 
