@@ -69,6 +69,7 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "memory",
         "encryption",
         "block_index",
+        "shares",
         "block_folder",
         "disk",
         "archive",

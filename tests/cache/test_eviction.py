@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,8 @@ from perdure.cache.eviction import Eviction, Standing, Use, worth
 from perdure.cache.slots.cache import SlotCache
 from perdure.cache.tiers.disk import DiskTier
 from perdure.cache.tiers.memory import MemoryTier
+from perdure.cache.tiers.places import DirectoryPlace
+from perdure.cache.tiers.shared import SharedTier
 from perdure.decode.slots import SlotAssignment
 from perdure.engine.context import Context
 from perdure.testing.toy import ToyModel
@@ -34,7 +37,7 @@ def parts(*numbers: int) -> list[int]:
 
 
 def told(
-    tier: MemoryTier | DiskTier, tokens: Sequence[int], use: Use
+    tier: MemoryTier | DiskTier | SharedTier, tokens: Sequence[int], use: Use
 ) -> tuple[BlockId, NDArray[np.int32], list[BlockId]]:
     """A tier is told of a request of these tokens: where its chain starts, the tokens, the blocks."""
     root, ids = ROOTS[use.namespace], np.array(tokens, np.int32)
@@ -201,7 +204,7 @@ def test_a_namespace_that_nobody_asks_for_loses_its_share() -> None:
     assert not any(name in tier for name in anns)
 
 
-def on_disk(tier: DiskTier, tokens: Sequence[int], use: Use) -> list[BlockId]:
+def on_disk(tier: DiskTier | SharedTier, tokens: Sequence[int], use: Use) -> list[BlockId]:
     """The same on a disk."""
     root, ids, names = told(tier, tokens, use)
     blocks = [
@@ -233,6 +236,36 @@ def test_a_namespace_takes_no_more_than_its_share_of_a_disk_from_another(
     assert all(tier.lookup(name) is not None for name in anns)
     assert 7 * size <= tier.nbytes <= tier.budget
     tier.close()
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Iterator[Callable[[int], SharedTier]]:
+    with ExitStack() as held:
+
+        def opened(budget: int) -> SharedTier:
+            place = DirectoryPlace(tmp_path / str(budget))
+            return held.enter_context(closing(SharedTier(place, key=b"k" * 32, identity=b"i", budget=budget)))
+
+        yield opened
+
+
+def test_a_namespace_takes_no_more_than_its_share_of_a_shared_tier_from_another(
+    shared: Callable[[int], SharedTier],
+) -> None:
+    """And one that is not known here is an owner by itself; a title evicts nobody's conversation."""
+    plenty = shared(10**6)
+    assert on_disk(plenty, parts(1), talk("main"))
+    size = plenty.nbytes
+    tier = shared(8 * size + size // 2)
+    anns = on_disk(tier, parts(1, 2, 3), talk("main"))
+    assert len(anns) == 3
+    for number in range(10, 24):
+        on_disk(tier, parts(number), talk(f"talk {number}", "bob"))
+    on_disk(tier, parts(*range(30, 38)), talk("long", "bob"))
+    assert all(tier.lookup(name) is not None for name in anns)
+    assert 7 * size <= tier.nbytes <= tier.budget
+    assert on_disk(tier, parts(99), Use("bob", side=True)) == []
+    assert tier.written > tier.nbytes
 
 
 def test_a_namespace_on_a_disk_that_nobody_asks_for_loses_its_share(tmp_path: Path) -> None:

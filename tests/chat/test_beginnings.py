@@ -17,6 +17,7 @@ import perdure
 from decode.observed import Turnstile, open_toy
 from inside import inside
 from perdure import Runtime
+from perdure.cache.tiers.encryption import Encryption
 from perdure.chat.beginnings import FOLDER, Beginnings
 from perdure.cli.app import app
 from perdure.memory import FullAttention, Hybrid, MemorySpec, Recurrent, SlidingWindow
@@ -109,6 +110,25 @@ def test_a_damaged_file_costs_what_was_remembered_and_no_more(tmp_path: Path, da
     assert lengths(known) == []
     used(known, "new", 20)
     assert lengths(Beginnings(tmp_path, "ab" * 32)) == [20]
+
+
+def test_where_state_is_encrypted_so_are_they(tmp_path: Path) -> None:
+    """Of a server with `--encrypt`: what its clients say is not to be read off the disk."""
+    key = tmp_path / "key"
+    key.write_text("ab" * 32)
+    store = tmp_path / "store"
+    with open_toy(n_ctx=2048, slots=2, store=store, encrypt=key) as rt:
+        lived(rt)
+        digest = rt.model.digest
+    [file] = (store / FOLDER).iterdir()
+    assert b"tokens" not in file.read_bytes()
+    assert file.suffix == ".sealed"
+    seal = Encryption(bytes.fromhex("ab" * 32), "").seal()
+    assert len(Beginnings(store, digest, seal=seal).by_value()) == 1
+    other = Encryption(bytes.fromhex("cd" * 32), "").seal()
+    assert Beginnings(store, digest, seal=other).by_value() == []
+    with open_toy(n_ctx=2048, slots=2, store=store) as rt, serving(rt, warm=4096) as (_, client):
+        assert count(client, "woken") > 500
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from cli.pty_user import piped
 from decode.observed import open_toy
+from homes import new_home
 from perdure.cli.app import app
 from perdure.cli.commands.agents.launch import CLIENTS
 from server.live_server import LiveServer, live_server
@@ -41,8 +44,8 @@ def test_the_settings_of_a_client_name_the_server_and_the_true_context(
     shown = CliRunner().invoke(app, ["launch", client, "--print", "--url", server.url])
     assert shown.exit_code == 0, shown.exception
     assert server.url in shown.stdout
-    if client not in ("aider", "qwen", "copilot", "openwebui"):
-        assert "4096" in shown.stdout
+    if client != "openwebui":
+        assert ("3072" if client == "copilot" else "4096") in shown.stdout
     assert files(home) == [], "nothing is written by showing"
 
 
@@ -97,6 +100,52 @@ def test_a_client_that_reads_files_gets_one_in_a_folder_of_our_own_and_it_can_be
     assert CliRunner().invoke(app, ["launch", "pi", "--undo"]).exit_code == 0
     assert not written.exists()
     assert "nothing was written" in CliRunner().invoke(app, ["launch", "pi", "--undo"]).stdout
+
+
+def test_cline_keeps_its_settings_and_its_history_apart(
+    server: LiveServer, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = program(home, "cline", monkeypatch)
+    CliRunner().invoke(app, ["launch", "cline", "--url", server.url, "--key", "secret", "--", "Fix it"])
+    arguments, _ = json.loads(out.read_text())
+    assert arguments[-1] == "Fix it"
+    folder = Path(arguments[arguments.index("--data-dir") + 1])
+    stored = json.loads((folder / "settings" / "providers.json").read_text())
+    settings = stored["providers"][stored["lastUsedProvider"]]["settings"]
+    assert (settings["baseUrl"], settings["contextWindow"]) == (f"{server.url}/v1", 4096)
+    assert settings["apiKey"] == "secret"
+    assert files(home) == [
+        "bin/cline",
+        "perdure/launch/cline/settings/providers.json",
+        "started.json",
+    ]
+
+
+def test_a_server_is_started_if_none_runs(
+    zoo_path: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And serves the next client too."""
+    out = program(tmp_path, "codex", monkeypatch)
+    environment = {
+        **os.environ,
+        "PERDURE_HOME": str(new_home(tmp_path / "home")),
+        "PERDURE_PORT": "0",
+        "PERDURE_CTX": "512",
+        "OMP_NUM_THREADS": "1",
+    }
+    try:
+        started = piped(environment, "", "launch", "codex", "--model", str(zoo_path("llama")), "--", "Hi")
+        assert started.returncode == 3, started.stderr
+        server = json.loads(piped(environment, "", "ps", "--json").stdout)["server"]
+        first, _ = json.loads(out.read_text())
+        assert first[-1] == "Hi"
+        assert f'model_providers.perdure.base_url="{server["address"]}/v1"' in first
+        out.unlink()
+        assert piped(environment, "", "launch", "codex").returncode == 3
+        second, _ = json.loads(out.read_text())
+        assert second == first[:-1]
+    finally:
+        piped(environment, "", "stop")
 
 
 def test_open_webui_is_started_beside_the_server_and_leaves_nothing_where_it_was_called(

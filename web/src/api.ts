@@ -75,9 +75,20 @@ export interface SessionSummary {
   tokens: number;
 }
 
-/** What the cache saved since the start of the server. */
-export interface Report {
+/** What the cache saved on one day of UTC. */
+export interface ReportDay extends ReportSums {
+  day: string;
+  /** State that was written to the disk and shared tiers; null where that is not for this key to see. */
+  written_bytes: number | null;
+}
+
+/** What the cache saved since the start of the server, and by day for the last seven. */
+export interface Report extends ReportSums {
   since: number;
+  days: ReportDay[];
+}
+
+export interface ReportSums {
   requests: number;
   reused_tokens: number;
   computed_tokens: number;

@@ -35,6 +35,8 @@ class CacheStats:
     """What is on the disk; None where nothing is kept there."""
     tier_bytes: dict[str, int]
     """What each tier behind the memory keeps, by its name."""
+    written_bytes: dict[str, int]
+    """What was written to each of them since the engine started."""
     evicted: int
     evicted_as: dict[str, int]
     """What the evicted blocks were: `superseded`, `side`, `conversation`, `shared` or `kept`."""
@@ -397,6 +399,7 @@ class PrefixCache:
             budget=self._slots.budget,
             disk_bytes=tiers.get("disk"),
             tier_bytes=tiers,
+            written_bytes={tier.name: tier.written for tier in self._tiers.lower},
             evicted=memory.evicted,
             evicted_as=dict(memory.evicted_as),
             records=len(self._kept),

@@ -26,6 +26,7 @@ from typing import Any
 
 from perdure.atomic import make_folder, write_file
 from perdure.backend import Backend
+from perdure.cache.tiers.encryption import Seal
 from perdure.chat.settling import WORTH, reading
 from perdure.decode.slots import ReuseReport
 from perdure.decode.stream import Stream, one_request
@@ -99,9 +100,18 @@ class Beginnings:
     is damaged or gone costs what was remembered, and no more.
     """
 
-    def __init__(self, folder: Path, model: str, *, clock: Callable[[], float] = time.time) -> None:
-        """`folder` is that of a store, and `model` the digest of its weights."""
-        self._path = folder / FOLDER / f"{model[:16]}.json"
+    def __init__(
+        self,
+        folder: Path,
+        model: str,
+        *,
+        seal: Seal | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`folder` is that of a store, and `model` the digest of its weights. With a `seal` the file is
+        encrypted, as the blocks of the store are then."""
+        self._path = folder / FOLDER / f"{model[:16]}.{'json' if seal is None else 'sealed'}"
+        self._seal = seal
         self._clock = clock
         self._lock = threading.Lock()
         self._known: dict[str, Beginning] = {}
@@ -159,7 +169,9 @@ class Beginnings:
             known = [each.to_json() for each in self._known.values()]
             try:
                 make_folder(self._path.parent, ours=True)
-                write_file(self._path, [json.dumps({"version": _VERSION, "beginnings": known}).encode()])
+                data = json.dumps({"version": _VERSION, "beginnings": known}).encode()
+                name = self._path.name
+                write_file(self._path, [data if self._seal is None else self._seal.close(name, data)])
             except PerdureError as error:
                 log.debug("the beginnings of prompts were not written: %s", error)
                 return
@@ -199,7 +211,12 @@ class Beginnings:
         try:
             if self._path.stat().st_size > _FILE_BYTES:
                 raise ValueError("larger than any that is written here")
-            stored = json.loads(self._path.read_bytes())
+            data: bytes | None = self._path.read_bytes()
+            if self._seal is not None and data is not None:
+                data = self._seal.open(self._path.name, data)
+            if data is None:
+                raise ValueError("it was not sealed by this key")
+            stored = json.loads(data)
             if stored["version"] == _VERSION:
                 found = [Beginning.from_json(each) for each in stored["beginnings"]]
                 self._known = {each.key: each for each in found if len(each.tokens) >= WORTH}

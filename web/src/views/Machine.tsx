@@ -2,7 +2,7 @@
 
 import { useEffect, useState } from "preact/hooks";
 import { get, path, query } from "../api";
-import type { CatalogueEntry, List, Machine as Facts, MachineModel, RecentRequest, Report, Run } from "../api";
+import type { CatalogueEntry, List, Machine as Facts, MachineModel, RecentRequest, Report, ReportDay, Run } from "../api";
 import { notifyError } from "../notices";
 import { link } from "../route";
 import { bytes, count, seconds, texts, when } from "../texts";
@@ -214,6 +214,7 @@ function ReportView({ asked }: { asked: number }) {
           </li>
         ))}
       </ul>
+      <Week days={report.days} />
       {misses.length ? (
         <div class="wide" tabIndex={0} role="region" aria-label={words.reportMisses}>
           <table class="list">
@@ -240,6 +241,40 @@ function ReportView({ asked }: { asked: number }) {
         <p class="hint">{words.reportNone}</p>
       )}
     </section>
+  );
+}
+
+/** The last seven days: how much of each day's prompts was reused, and what was written. */
+function Week({ days }: { days: ReportDay[] }) {
+  const most = Math.max(1, ...days.map((day) => day.reused_tokens + day.computed_tokens));
+  return (
+    <div class="wide" tabIndex={0} role="region" aria-label={words.reportWeek}>
+      <table class="list">
+        <caption>{words.reportWeek}</caption>
+        <thead>
+          <tr>
+            {Object.values(words.weekColumns).map((column) => (
+              <th scope="col">{column}</th>
+            ))}
+          </tr>
+        </thead>
+        <tbody>
+          {days.map((day) => (
+            <tr key={day.day}>
+              <th scope="row">{day.day}</th>
+              <td>
+                <meter min={0} max={most} value={day.reused_tokens} aria-label={words.reused} />
+              </td>
+              <td class="fit">{count(day.requests)}</td>
+              <td class="fit">{count(day.reused_tokens)}</td>
+              <td class="fit">{count(day.computed_tokens)}</td>
+              <td class="fit">{seconds(day.saved_seconds)}</td>
+              <td class="fit">{day.written_bytes === null ? "" : bytes(day.written_bytes)}</td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </div>
   );
 }
 

@@ -46,6 +46,8 @@ class BlockTier(ABC):
     def __init__(self) -> None:
         self.pinned: Callable[[BlockId], bool] = lambda block: False
         """What is not evicted for now. It is less than the budget."""
+        self.written = 0
+        """Bytes of blocks that were written since it was opened."""
         self.eviction = Eviction()
         """What blocks are worth: those of the least worth are evicted first."""
 

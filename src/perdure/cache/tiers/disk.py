@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import os
@@ -16,7 +15,6 @@ from filelock import FileLock, Timeout
 
 from perdure.atomic import TEMPORARY, make_folder, sync_folder, translate_os_errors, write_file
 from perdure.cache.block import Block, BlockId, BlockMeta
-from perdure.cache.eviction import Eviction
 from perdure.cache.tiers.base import BlockTier
 from perdure.cache.tiers.block_folder import NAME, BlockFolder
 from perdure.cache.tiers.block_index import BlockTable, PrefixTable
@@ -30,6 +28,7 @@ from perdure.cache.tiers.encryption import (
     read_mark,
     write_mark,
 )
+from perdure.cache.tiers.shares import Shares
 from perdure.decode.slots import KeptPrefix
 from perdure.errors import (
     StoreDamagedError,
@@ -70,54 +69,6 @@ class Findings:
     @property
     def sound(self) -> bool:
         return not (self.missing or self.quarantined or self.mended or self.rebuilt)
-
-
-class _Shares:
-    """Who makes room for blocks that come: namespaces that hold more than their share, or who asks."""
-
-    def __init__(self, table: BlockTable, eviction: Eviction, budget: int) -> None:
-        self._table = table
-        self._eviction = eviction
-        self._budget = budget
-        self._owners: dict[BlockId, str] = {}
-        """By where a chain starts."""
-        self._coming: dict[BlockId, BlockId] = {}
-        """Where the chains of blocks start that are not in the table yet."""
-        self._more: dict[str, int] = {}
-        """Bytes that are to come, by owner."""
-
-    def wants(self, block: Block, nbytes: int) -> None:
-        """A block of so many bytes is to come; the one before it is there, or was to come before it."""
-        root = self._coming.get(block.parent) or self._table.root_of(block.parent)
-        self._coming[block.id] = root
-        owner = self._owner(root)
-        self._more[owner] = self._more.get(owner, 0) + nbytes
-
-    def victim(self, block: Block, spared: Callable[[BlockId], bool]) -> tuple[BlockId, int] | None:
-        """The leaf to go for a block that comes, and what it is worth."""
-        owner = self._owner(self._coming[block.id])
-        by_root, used_by_root = self._table.chains()
-        held: dict[str, int] = {}
-        used: dict[str, int] = {}
-        for root, nbytes in by_root.items():
-            each = self._owner(root)
-            held[each] = held.get(each, 0) + nbytes
-            used[each] = max(used.get(each, 0), used_by_root[root])
-        payers = self._eviction.payers(owner, self._more[owner], held, used, self._table.clock, self._budget)
-        # Where all that they have is in use, whoever asks pays.
-        for owners in (payers, [owner]):
-            leaf = self._table.least_worth(functools.partial(self._is_spared, spared, frozenset(owners)))
-            if leaf is not None:
-                return leaf
-        return None
-
-    def _is_spared(self, spared: Callable[[BlockId], bool], payers: frozenset[str], block: BlockId) -> bool:
-        return spared(block) or self._owner(self._table.root_of(block)) not in payers
-
-    def _owner(self, root: BlockId) -> str:
-        if root not in self._owners:
-            self._owners[root] = self._eviction.owner(root)
-        return self._owners[root]
 
 
 class DiskTier(BlockTier):
@@ -234,6 +185,7 @@ class DiskTier(BlockTier):
             except BaseException:
                 self._delete_files(new - self._uncertain)
                 raise
+            self.written += sum(self.files.size(block) for block in fitting)
             self._uncertain |= new
             with self.table.writing():
                 self.table.flush_touches()
@@ -475,7 +427,7 @@ class DiskTier(BlockTier):
             # Who was read lately must be known before somebody is chosen.
             self.table.flush_touches()
             several = self.table.has_several_chains(blocks)
-            shares = _Shares(self.table, self.eviction, self.budget) if several else None
+            shares = Shares(self.table, self.eviction, self.budget) if several else None
             for block, end in zip(blocks, ends, strict=True):
                 if shares is not None:
                     shares.wants(block, self.files.size(block))

@@ -32,6 +32,7 @@ from perdure.cache.tiers.base import BlockTier
 from perdure.cache.tiers.block_index import BlockTable
 from perdure.cache.tiers.encryption import Seal
 from perdure.cache.tiers.places import Place
+from perdure.cache.tiers.shares import Shares
 from perdure.decode.slots import KeptPrefix
 from perdure.errors import CorruptStateError, StoreError
 from perdure.store.index import Index
@@ -135,12 +136,13 @@ class SharedTier(BlockTier):
             rooted = not block.start or self._table.lookup(block.parent) is not None
             if not rooted and all(block.parent != each.id for each, _ in kept):
                 continue
-            if not self._make_room(block.file_size, spared={each.id for each, _ in kept} | {block.parent}):
+            if not self._make_room(block, spared={each.id for each, _ in kept} | {block.parent}):
                 continue
             name = self._seal.name(block.id)
             sealed = self._seal.close(name, b"".join(block.pack()))
             self._asked(lambda name=name, sealed=sealed: self.place.put(name, sealed))  # type: ignore[misc]
             self.stored += 1
+            self.written += len(sealed)
             with self._changing, self._table.writing():
                 self._table.add(block, block.file_size)
                 self._unlisted[block.id] = _line(block, block.file_size)
@@ -262,13 +264,26 @@ class SharedTier(BlockTier):
 
     # Inside.
 
-    def _make_room(self, nbytes: int, spared: set[BlockId]) -> bool:
-        """Whether so many bytes fit, once the leaves that were used longest ago are gone."""
-        while self._table.nbytes + nbytes > self.budget:
-            leaf = self._table.least_worth(lambda block: block in spared or self.pinned(block))
-            if leaf is None:
-                return False
-            with self._changing:
+    def _make_room(self, block: Block, spared: set[BlockId]) -> bool:
+        """Whether a block fits, once the leaves of the least worth are gone: those of namespaces that hold
+        more than their share, as far as this machine knows whose they are."""
+        if self._table.nbytes + block.file_size <= self.budget:
+            return True
+
+        def is_spared(each: BlockId) -> bool:
+            return each in spared or self.pinned(each)
+
+        with self._changing:
+            shares = None
+            if self._table.has_several_chains([block]):
+                shares = Shares(self._table, self.eviction, self.budget)
+                shares.wants(block, block.file_size)
+            while self._table.nbytes + block.file_size > self.budget:
+                leaf = (
+                    self._table.least_worth(is_spared) if shares is None else shares.victim(block, is_spared)
+                )
+                if leaf is None or not self.eviction.may_evict(block.id, leaf[1]):
+                    return False
                 self._remove([leaf[0]])
         return True
 

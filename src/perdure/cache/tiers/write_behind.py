@@ -61,6 +61,10 @@ class WriteBehind:
         """What the tier keeps now; what waits to be written is not in it."""
         return self.tier.nbytes
 
+    @property
+    def written(self) -> int:
+        return self.tier.written
+
     def lookup(self, block: BlockId) -> AnyBlock | None:
         with self._changed:
             waiting = self._pending.get(block)

@@ -75,6 +75,7 @@ class TotalsAnswer(ResponseSchema):
     disk_bytes: int | None
     """None where nothing is kept on a disk."""
     tier_bytes: dict[str, int]
+    written_bytes: dict[str, int]
     """What each tier behind the memory keeps, by its name."""
     evicted: int
     evicted_as: dict[str, int]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Path, Query
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -16,7 +16,7 @@ from perdure.pool import PooledModel
 from perdure.server.core.api_error import ApiError, stopping
 from perdure.server.core.app_state import AppState, AppStateDep, CallerDep
 from perdure.server.core.keys import METRICS
-from perdure.server.core.metrics import RecentRequest
+from perdure.server.core.metrics import RecentRequest, Report
 from perdure.server.core.schemas import (
     PAGE,
     Limit,
@@ -147,11 +147,9 @@ class CatalogueList(ResponseSchema):
     data: list[CatalogueEntry]
 
 
-class ReportAnswer(ResponseSchema):
-    """What your requests reused and computed again, since the start of the server."""
+class ReportSums(ResponseSchema):
+    """What your requests reused and computed again, over a time."""
 
-    object: Literal["report"] = "report"
-    since: float
     requests: int
     reused_tokens: int
     computed_tokens: int
@@ -160,6 +158,23 @@ class ReportAnswer(ResponseSchema):
     """That the reused tokens would have taken at the speed of those that were computed."""
     misses: dict[str, dict[str, int]]
     """Tokens computed again, by cause and then by client."""
+
+
+class ReportDay(ReportSums):
+    """One day of UTC."""
+
+    day: str
+    written_bytes: int | None
+    """State that was written to the disk and shared tiers, of all; none where the server has keys."""
+
+
+class ReportAnswer(ReportSums):
+    """The same since the start of the server, and by day for the last seven."""
+
+    object: Literal["report"] = "report"
+    since: float
+    days: list[ReportDay]
+    """The first one first; those before the start of the server too, where it has a store."""
 
 
 RequestId = Annotated[str, Path(pattern="^[A-Za-z0-9._-]{1,64}$")]
@@ -260,7 +275,18 @@ async def cancel(request_id: RequestId, app_state: AppStateDep, caller: CallerDe
 @router.get("/report", responses=errors())
 async def report(app_state: AppStateDep, caller: CallerDep) -> ReportAnswer:
     """What the cache saved you, and what was computed again by cause and client."""
-    return ReportAnswer.model_validate(app_state.recent.report(caller.namespace))
+    week = await app_state.call(app_state.recent.daily.week, caller.namespace)
+    hidden = app_state.keys.required
+    days = [
+        ReportDay(**_sums(each), day=day, written_bytes=None if hidden else nbytes)
+        for day, each, nbytes in week
+    ]
+    found = app_state.recent.report(caller.namespace)
+    return ReportAnswer(**_sums(found), since=found.since, days=days)
+
+
+def _sums(report: Report) -> dict[str, Any]:
+    return {name: getattr(report, name) for name in ReportSums.model_fields}
 
 
 def _machine(app_state: AppState, namespace: str) -> MachineAnswer:

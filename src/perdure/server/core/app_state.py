@@ -37,11 +37,12 @@ from perdure.pool.backend import PooledBackend
 from perdure.runtime import Runtime
 from perdure.server.core.api_error import ApiError
 from perdure.server.core.keys import KeyAccount, Keys
-from perdure.server.core.metrics import Metrics, RecentRequests
+from perdure.server.core.metrics import REPORT, DailyReports, Metrics, RecentRequests, written_bytes
 from perdure.server.core.settings import AllowedHosts, Limits, LiveSettings, ReplyDefaults
 from perdure.server.core.shared_keys import share
 from perdure.server.core.visit import SESSION, VISIT, Sign, Visit
 from perdure.sessions.session import TurnExtra
+from perdure.sessions.store.registry import encryption_of
 
 log = logging.getLogger("perdure.server")
 
@@ -190,7 +191,10 @@ class AppState:
             with suppress(TemplateError):
                 _ = self.runtime.chat_format
         self.metrics = Metrics(self.loaded_runtimes)
-        self.recent = RecentRequests()
+        folder = self.runtime.sessions.store.own_folder()
+        path = None if folder is None else folder / REPORT
+        daily = DailyReports(path, written=lambda: written_bytes(self.loaded_runtimes()))
+        self.recent = RecentRequests(daily)
         self._limiters: dict[int, anyio.CapacityLimiter] = {}
         # Where sessions are kept, so is what seals: signatures are known again after a restart.
         key = self.runtime.sessions.store.key or secrets.token_bytes(32)
@@ -276,7 +280,9 @@ class AppState:
             return
         # A model without a template has no prompts that begin alike; one that is closed, none at all.
         with suppress(PerdureError):
-            beginnings = Beginnings(folder, runtime.model.digest)
+            encryption = encryption_of(folder)
+            seal = None if encryption is None else encryption.seal()
+            beginnings = Beginnings(folder, runtime.model.digest, seal=seal)
             runtime.chat_format.remember_beginnings(beginnings)
             beginnings.warm(
                 runtime.backend,
@@ -287,6 +293,7 @@ class AppState:
 
     def save(self) -> None:
         """Write down what is remembered over a restart."""
+        self.recent.daily.save()
         for runtime in list(self.life.warming):
             with suppress(PerdureError):
                 if (beginnings := runtime.chat_format.beginnings) is not None:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import json
+import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from perdure import system
+from perdure.atomic import atomic_write
 from perdure.chat.difference import Miss
 from perdure.chat.reply import ChatReply
 from perdure.decode.request import Reply, Timings, Usage
@@ -24,6 +30,8 @@ from perdure.errors import ClosedError, PerdureError
 
 if TYPE_CHECKING:
     from perdure.runtime import Runtime
+
+log = logging.getLogger("perdure.server")
 
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -226,6 +234,18 @@ class _Engine(Collector):
         yield evicted
 
 
+def written_bytes(runtimes: Iterable[Runtime]) -> dict[int, int]:
+    """What each engine that answers has written to its tiers since it started."""
+    found = {}
+    for runtime in runtimes:
+        told = getattr(runtime.backend, "health", lambda: None)()
+        # A call would wait for an engine that is being started, or start one that was let go.
+        if told is None or told.state == "ready":
+            with suppress(PerdureError):
+                found[id(runtime)] = sum(runtime.cache.stats().written_bytes.values())
+    return found
+
+
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
@@ -234,8 +254,17 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"
 _KEPT = 200
 """Of each namespace."""
 _NAMESPACES = 256
-_CLIENTS = 64
-"""That are told apart in a report."""
+_CLIENTS = 16
+"""That are told apart in a report, for each cause."""
+_WEEK = 7
+"""Days that a report goes back."""
+_DAY = 86_400
+_SAVED_AFTER = 5.0
+"""Seconds after a request until its day is written."""
+_FILE_BYTES = 64 << 20
+"""A file larger than that was not written here."""
+REPORT = "report.json"
+"""In the folder of a store: the days of reports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,6 +315,136 @@ class Report:
     def copy(self) -> Report:
         return replace(self, misses={cause: dict(tokens) for cause, tokens in self.misses.items()})
 
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any]) -> Report:
+        """One that was stored. What is wrong with it is a `ValueError`, `TypeError` or `KeyError`."""
+        misses = {
+            str(cause): {str(client): int(tokens) for client, tokens in dict(clients).items()}
+            for cause, clients in dict(stored["misses"]).items()
+        }
+        return cls(
+            since=float(stored["since"]),
+            requests=int(stored["requests"]),
+            reused_tokens=int(stored["reused_tokens"]),
+            computed_tokens=int(stored["computed_tokens"]),
+            prefill_seconds=float(stored["prefill_seconds"]),
+            saved_seconds=float(stored["saved_seconds"]),
+            misses=misses,
+        )
+
+
+class DailyReports:
+    """Reports of the last seven days of UTC, by namespace, and what was written to the tiers on each. Safe
+    from any thread.
+
+    With a file they outlast the server: it is written some seconds after a request, and at `save`. A file
+    that is damaged or gone costs the days before, and no more.
+    """
+
+    def __init__(
+        self,
+        path: Path | None = None,
+        *,
+        written: Callable[[], Mapping[int, int]] = dict,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`written` tells how many bytes each engine has written since it started; it may wait."""
+        self._path = path
+        self._ask_written = written
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._days: dict[int, dict[str, Report]] = {}
+        self._written: dict[int, int] = {}
+        self._told: dict[int, int] = {}
+        """What each engine had written when it was asked last."""
+        self._timer: threading.Timer | None = None
+        self._read()
+
+    def add(self, namespace: str, request: RecentRequest) -> None:
+        with self._lock:
+            reports = self._days.setdefault(self._today(), {})
+            if namespace in reports or len(reports) < _NAMESPACES:
+                reports.setdefault(namespace, Report(since=self._clock())).add(request)
+            if self._path is not None and self._timer is None:
+                self._timer = threading.Timer(_SAVED_AFTER, self.save)
+                self._timer.daemon = True
+                self._timer.start()
+
+    def week(self, namespace: str) -> list[tuple[str, Report, int]]:
+        """The last seven days, the first one first: the date, the report of a namespace, and the bytes that
+        were written for all. It may wait for an engine."""
+        self._count_written()
+        with self._lock:
+            today = self._today()
+            return [
+                (
+                    datetime.fromtimestamp(day * _DAY, UTC).date().isoformat(),
+                    self._days.get(day, {}).get(namespace, Report(since=day * _DAY)).copy(),
+                    self._written.get(day, 0),
+                )
+                for day in range(today - _WEEK + 1, today + 1)
+            ]
+
+    def save(self) -> None:
+        """Write what there is to the file. A disk that is full loses no more than this."""
+        if self._path is None:
+            return
+        self._count_written()
+        with self._lock:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            days = {
+                str(day): {namespace: asdict(report) for namespace, report in reports.items()}
+                for day, reports in self._days.items()
+            }
+            table = {"days": days, "written": {str(day): nbytes for day, nbytes in self._written.items()}}
+        try:
+            with atomic_write(self._path, private=True, durable=False) as file:
+                file.write(json.dumps(table).encode())
+        except OSError as error:
+            log.warning("the report cannot be written to %s: %s", self._path, error.strerror)
+
+    def _today(self) -> int:
+        """The day, with the lock held. Those that are too long ago go."""
+        today = int(self._clock() // _DAY)
+        for table in (self._days, self._written):
+            for old in [day for day in table if not today - _WEEK < day <= today]:
+                del table[old]
+        return today
+
+    def _count_written(self) -> None:
+        told = dict(self._ask_written())
+        with self._lock:
+            today = self._today()
+            for engine, nbytes in told.items():
+                before = self._told.get(engine, 0)
+                # One that was started anew counts from the beginning.
+                more = nbytes - before if nbytes >= before else nbytes
+                self._written[today] = self._written.get(today, 0) + more
+            self._told.update(told)
+
+    def _read(self) -> None:
+        if self._path is None:
+            return
+        try:
+            if self._path.stat().st_size > _FILE_BYTES:
+                raise ValueError("larger than any that is written here")
+            table = json.loads(self._path.read_bytes())
+            self._days = {
+                int(day): {
+                    str(namespace): Report.from_json(report)
+                    for namespace, report in list(dict(reports).items())[:_NAMESPACES]
+                }
+                for day, reports in dict(table["days"]).items()
+            }
+            self._written = {int(day): int(nbytes) for day, nbytes in dict(table["written"]).items()}
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+            self._days, self._written = {}, {}
+            log.warning("%s is not read: %s", self._path, error)
+
 
 class RecentRequests:
     """The last requests of each namespace, in memory. Safe from any thread.
@@ -293,7 +452,8 @@ class RecentRequests:
     Numbers count up within a namespace, so that they tell nobody what others ask.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, daily: DailyReports | None = None) -> None:
+        self.daily = daily or DailyReports()
         self._lock = threading.Lock()
         self._of: dict[str, deque[RecentRequest]] = {}
         self._numbers: dict[str, itertools.count[int]] = {}
@@ -325,6 +485,7 @@ class RecentRequests:
                 )
             )
             self._totals.setdefault(namespace, Report()).add(found[-1])
+            self.daily.add(namespace, found[-1])
             if len(self._of) > _NAMESPACES:
                 oldest = next(iter(self._of))
                 del self._of[oldest], self._numbers[oldest], self._totals[oldest]

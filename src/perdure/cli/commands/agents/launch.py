@@ -35,6 +35,8 @@ class Target:
     key: str
     model: str
     n_ctx: int
+    folder: Path
+    """Perdure's own, for the files of the client."""
 
     @property
     def openai(self) -> str:
@@ -53,13 +55,9 @@ class Setup:
     command: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict)
     files: dict[str, Any] = field(default_factory=dict)
-    """JSON, by name, in a folder of perdure's own."""
-    folder: str = ""
-    """The variable that names that folder."""
+    """JSON, by path in the folder of perdure's own."""
     inside: bool = False
     """Whether it is started in that folder: it leaves a file of its own where it is started."""
-    said: str = ""
-    """What a person has to do, for clients that take no settings from outside."""
 
 
 def _claude(to: Target) -> Setup:
@@ -118,22 +116,41 @@ def _pi(to: Target) -> Setup:
     provider = {"baseUrl": to.openai, "apiKey": to.key, "api": "openai-completions", "models": [model]}
     return Setup(
         command=("pi", "--provider", "perdure", "--model", to.model),
+        environment={"PI_CODING_AGENT_DIR": str(to.folder)},
         files={"models.json": {"providers": {"perdure": provider}}},
-        folder="PI_CODING_AGENT_DIR",
     )
 
 
 def _aider(to: Target) -> Setup:
+    name, file = f"openai/{to.model}", "models.json"
+    about = {
+        "max_input_tokens": to.n_ctx,
+        "max_output_tokens": to.reply,
+        "litellm_provider": "openai",
+        "mode": "chat",
+    }
     return Setup(
-        command=("aider", "--model", f"openai/{to.model}", "--no-show-model-warnings"),
+        command=(
+            *("aider", "--model", name, "--no-show-model-warnings"),
+            *("--model-metadata-file", str(to.folder / file)),
+        ),
         environment={"OPENAI_API_BASE": to.openai, "OPENAI_API_KEY": to.key},
+        files={file: {name: about}},
     )
 
 
 def _qwen(to: Target) -> Setup:
     return Setup(
-        command=("qwen",),
-        environment={"OPENAI_BASE_URL": to.openai, "OPENAI_API_KEY": to.key, "OPENAI_MODEL": to.model},
+        command=("qwen", "--auth-type", "openai"),
+        environment={
+            "OPENAI_BASE_URL": to.openai,
+            "OPENAI_API_KEY": to.key,
+            "OPENAI_MODEL": to.model,
+            "QWEN_CODE_MAX_OUTPUT_TOKENS": str(to.reply),
+            # Defaults, which a person's own settings go before.
+            "QWEN_CODE_SYSTEM_DEFAULTS_PATH": str(to.folder / "settings.json"),
+        },
+        files={"settings.json": {"model": {"generationConfig": {"contextWindowSize": to.n_ctx}}}},
     )
 
 
@@ -145,6 +162,8 @@ def _copilot(to: Target) -> Setup:
             "COPILOT_PROVIDER_API_KEY": to.key,
             "COPILOT_PROVIDER_WIRE_API": "responses",
             "COPILOT_MODEL": to.model,
+            "COPILOT_PROVIDER_MAX_PROMPT_TOKENS": str(to.n_ctx - to.reply),
+            "COPILOT_PROVIDER_MAX_OUTPUT_TOKENS": str(to.reply),
             "COPILOT_OFFLINE": "true",
         },
     )
@@ -167,11 +186,20 @@ def _openwebui(to: Target) -> Setup:
 
 
 def _cline(to: Target) -> Setup:
+    provider = "openai-compatible"
+    settings = {
+        "provider": provider,
+        "apiKey": to.key,
+        "model": to.model,
+        "baseUrl": to.openai,
+        "contextWindow": to.n_ctx,
+        "maxTokens": to.reply,
+    }
+    chosen = {"settings": settings, "updatedAt": "2026-01-01T00:00:00.000Z", "tokenSource": "manual"}
+    stored = {"version": 1, "lastUsedProvider": provider, "modes": {}, "providers": {provider: chosen}}
     return Setup(
-        command=(),
-        said="In Cline's settings choose the provider OpenAI Compatible, and enter:\n"
-        f"  base URL        {to.openai}\n  API key         {to.key}\n  model ID        {to.model}\n"
-        f"  context window  {to.n_ctx}\n  max output      {to.reply}",
+        command=("cline", "--data-dir", str(to.folder), "--provider", provider, "--model", to.model),
+        files={"settings/providers.json": stored},
     )
 
 
@@ -216,32 +244,32 @@ def launch(
         shutil.rmtree(folder, ignore_errors=True)
         terminal.write_line(f"deleted {folder}" if there else f"nothing was written for {client}")
         return
-    setup = CLIENTS[client](_target(url, key, model, may_start=not show))
-    environment = dict(setup.environment)
-    if setup.folder:
-        environment[setup.folder] = str(folder)
+    setup = CLIENTS[client](_target(url, key, model, folder, may_start=not show))
     arguments = [*setup.command, *context.args]
-    if show or not setup.command:
-        _print(setup, environment, arguments, folder)
+    if show:
+        _print(setup, arguments, folder)
         return
     program = shutil.which(arguments[0])
     if program is None:
         raise PerdureError(
             f"{arguments[0]} is not installed; `perdure launch {client} --print` shows its settings"
         )
-    if setup.files or setup.inside:
+    if setup.inside:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     for name, content in setup.files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with open(folder / name, "w", encoding="utf-8", opener=_private) as file:
             json.dump(content, file, indent=2)
-    place = folder if setup.inside else None
     ended = subprocess.run(
-        [os.path.abspath(program), *arguments[1:]], env={**os.environ, **environment}, cwd=place, check=False
+        [os.path.abspath(program), *arguments[1:]],
+        env={**os.environ, **setup.environment},
+        cwd=folder if setup.inside else None,
+        check=False,
     )
     raise typer.Exit(ended.returncode)
 
 
-def _target(url: str | None, key: str | None, model: str | None, *, may_start: bool) -> Target:
+def _target(url: str | None, key: str | None, model: str | None, folder: Path, *, may_start: bool) -> Target:
     from perdure import system
     from perdure.cli.commands.background import current
     from perdure.errors import PerdureError
@@ -258,17 +286,18 @@ def _target(url: str | None, key: str | None, model: str | None, *, may_start: b
     running = current()
     address = url or (running.address if running is not None else "")
     return Target(
-        url=address.rstrip("/"), key=key or _NO_KEY, model=str(found["id"]), n_ctx=int(found["n_ctx"])
+        url=address.rstrip("/"),
+        key=key or _NO_KEY,
+        model=str(found["id"]),
+        n_ctx=int(found["n_ctx"]),
+        folder=folder,
     )
 
 
-def _print(setup: Setup, environment: dict[str, str], arguments: list[str], folder: Path) -> None:
-    if setup.said:
-        typer.echo(setup.said)
-        return
+def _print(setup: Setup, arguments: list[str], folder: Path) -> None:
     for name, content in setup.files.items():
         typer.echo(f"# {folder / name}\n{json.dumps(content, indent=2)}")
-    for name, value in environment.items():
+    for name, value in setup.environment.items():
         typer.echo(f"export {name}={shlex.quote(value)}")
     typer.echo(shlex.join(arguments))
 

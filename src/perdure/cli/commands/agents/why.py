@@ -51,24 +51,43 @@ def why(
 
 
 def report(url: Url = None, key: Key = None, as_json: Json = False) -> None:
-    """Show what the cache saved. And what was computed again, by cause and client."""
-    from perdure.cli.output import terminal, words
+    """Show what the cache saved in a week. And what was computed again, by cause and client."""
+    from perdure.cli.output import terminal
 
     found = ask("/v1/report", url, key)
     if as_json:
         print_json(found)
         return
-    total = found["reused_tokens"] + found["computed_tokens"]
-    share = f" ({100 * found['reused_tokens'] / total:.1f}%)" if total else ""
-    terminal.write_line(f"requests  {found['requests']} since {words.moment(found['since'])}", indent=10)
-    terminal.write_line(f"reused    {found['reused_tokens']:,} tokens{share}", indent=10)
-    terminal.write_line(
-        f"computed  {found['computed_tokens']:,} tokens in {found['prefill_seconds']:.0f} s", indent=10
-    )
-    terminal.write_line(f"saved     about {found['saved_seconds'] / 3600:.2f} hours of reading", indent=10)
-    for cause, clients in sorted(found["misses"].items(), key=lambda each: -sum(each[1].values())):
+    rows: list[list[str]] = []
+    week: dict[str, Any] = {**dict.fromkeys(_SUMS, 0), "written_bytes": None, "misses": {}}
+    for day in found["days"]:
+        for name in _SUMS:
+            week[name] += day[name]
+        if day["written_bytes"] is not None:
+            week["written_bytes"] = (week["written_bytes"] or 0) + day["written_bytes"]
+        for cause, clients in day["misses"].items():
+            sums = week["misses"].setdefault(cause, {})
+            for client, tokens in clients.items():
+                sums[client] = sums.get(client, 0) + tokens
+        rows.append(_day(day["day"], day))
+    rows.append(_day("the week", week))
+    heads = ["day (UTC)", "requests", "reused", "", "computed", "hours saved", "written"]
+    terminal.write_columns([heads, *rows], right=frozenset(range(1, 7)))
+    for cause, clients in sorted(week["misses"].items(), key=lambda each: -sum(each[1].values())):
         named = ", ".join(f"{name} {count:,}" for name, count in sorted(clients.items(), key=lambda c: -c[1]))
         terminal.write_line(f"again     {sum(clients.values()):,} tokens by {cause}: {named}", indent=10)
+
+
+_SUMS = ("requests", "reused_tokens", "computed_tokens", "prefill_seconds", "saved_seconds")
+
+
+def _day(name: str, sums: dict[str, Any]) -> list[str]:
+    """A line of the report."""
+    reused, computed, written = sums["reused_tokens"], sums["computed_tokens"], sums["written_bytes"]
+    share = f"{100 * reused / (reused + computed):.1f}%" if reused + computed else "-"
+    size = "-" if written is None else f"{written / 2**20:,.1f} MiB"
+    hours = f"{sums['saved_seconds'] / 3600:.2f}"
+    return [name, f"{sums['requests']:,}", f"{reused:,}", share, f"{computed:,}", hours, size]
 
 
 def _show(found: dict[str, Any]) -> None:
