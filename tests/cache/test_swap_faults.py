@@ -23,7 +23,7 @@ from inside import core_of
 from perdure import EngineError, OutOfMemoryError, PerdureError, Runtime
 from perdure.cache.block import BLOCK
 from perdure.testing.toy import Faults, ToyModel
-from subjects import NAMES, Subject
+from subjects import MLX, NAMES, Subject
 from worker import engines
 from worker.engines import QUICK
 
@@ -41,9 +41,11 @@ ERRORS: dict[str, Exception] = {
 SELDOM = [pytest.mark.soak]
 """What takes long, or starts processes over and over."""
 OFTEN = ("toy-full", "toy-hybrid", "llama")
+SUBJECTS = [name for name in NAMES if name not in MLX or name == "mlx-llama"]
+"""MLX keeps sequences in the machine's own memory: one model of it is enough here."""
 
 
-@pytest.fixture(params=[pytest.param(name, marks=[] if name in OFTEN else SELDOM) for name in NAMES])
+@pytest.fixture(params=[pytest.param(name, marks=[] if name in OFTEN else SELDOM) for name in SUBJECTS])
 def subject(request: pytest.FixtureRequest, find_subject: Callable[[str], Subject]) -> Subject:
     """Every model in turn, most of them only in `make soak`."""
     return find_subject(request.param)

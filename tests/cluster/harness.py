@@ -289,3 +289,23 @@ def haproxy(folder: Path, ports: Iterable[int]) -> Iterator[Router]:
         yield Router(server, f"http://127.0.0.1:{port}")
     finally:
         server.kill()
+
+
+@contextmanager
+def nginx(folder: Path, ports: Sequence[int]) -> Iterator[Router]:
+    """nginx with the configuration of deploy/cluster, but for addresses."""
+    found, port = program("nginx") or "/usr/sbin/nginx", free_port()
+    if not Path(found).exists():
+        pytest.skip("nginx is not installed: apt-get install nginx-light")
+    text = (CONFIG.parent / "nginx.conf").read_text().replace("listen 8080", f"listen 127.0.0.1:{port}")
+    for number, each in enumerate(ports, 1):
+        text = text.replace(f"replica{number}:8080", f"127.0.0.1:{each}")
+    (folder / "nginx.conf").write_text(text)
+    # Its workers would be those of a user who may not write here.
+    own = "daemon off; pid nginx.pid; error_log nginx.log;" + (" user root;" if os.geteuid() == 0 else "")
+    command = [found, "-p", str(folder), "-c", str(folder / "nginx.conf"), "-g", own]
+    server = Server(command, port, folder / "nginx.out")
+    try:
+        yield Router(server, f"http://127.0.0.1:{port}")
+    finally:
+        server.kill()

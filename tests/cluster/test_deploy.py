@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -155,6 +156,55 @@ def test_the_kubernetes_objects_fit_their_schemas(name: str) -> None:
             validate.validate(pod, validate.latest_version(), strict=True)
             checked += 1
     assert checked or name.startswith("gateway")
+
+
+GATEWAYS = ("gateway-api", "envoy-gateway")
+"""Packages of npm with the schemas of the Gateway API and of Envoy Gateway, as code that checks an object."""
+VALIDATE = """
+import fs from 'fs';
+const [folder, ...files] = process.argv.slice(2);
+const wrong = [];
+for (const object of JSON.parse(fs.readFileSync(0))) {
+    const [group, version] = object.apiVersion.split('/');
+    const name = group.includes('envoyproxy') ? 'envoy-gateway' : 'gateway-api';
+    const schemas = `${folder}/node_modules/@kubernetes-models/${name}/_schemas`;
+    const end = `${version[0].toUpperCase()}${version.slice(1)}${object.kind}.js`;
+    const [file] = fs.readdirSync(schemas).filter(each => each.endsWith(end));
+    const {validate} = await import(`${schemas}/${file}`);
+    wrong.push(validate(object) ? null : JSON.stringify(validate.errors));
+}
+console.log(JSON.stringify(wrong));
+"""
+
+
+@pytest.mark.soak
+def test_the_gateways_objects_fit_their_schemas(tmp_path: Path) -> None:
+    """All but the inference extension's pool, whose schema no package has."""
+    if shutil.which("npm") is None:
+        pytest.skip("npm is not installed")
+    packages = [f"@kubernetes-models/{name}@^2.0.0" for name in (*GATEWAYS, "apimachinery")]
+    command = ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(tmp_path), *packages]
+    if subprocess.run(command, capture_output=True, cwd=tmp_path).returncode:
+        pytest.skip("the schemas could not be fetched")
+    (tmp_path / "validate.mjs").write_text(VALIDATE)
+    objects = [each for each in every() if "gateway" in each["apiVersion"]]
+    assert len(objects) == 5
+
+    def wrong(given: list[dict[str, Any]]) -> list[str | None]:
+        done = subprocess.run(
+            ["node", str(tmp_path / "validate.mjs"), str(tmp_path)],
+            input=json.dumps(given),
+            capture_output=True,
+            text=True,
+        )
+        assert not done.returncode, done.stderr
+        found: list[str | None] = json.loads(done.stdout)
+        return found
+
+    assert wrong(objects) == [None] * 5
+    # And they would be told if they did not.
+    broken = {"controllerName": 5, "listeners": 5, "parentRefs": 5, "loadBalancer": 5}
+    assert all(wrong([{**each, "spec": {**each["spec"], **broken}} for each in objects]))
 
 
 @pytest.mark.soak

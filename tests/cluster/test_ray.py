@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import psutil
 import pytest
 
 import perdure
-from cluster.harness import Outcome, check, soak_seconds, talking, under_kills
+from cluster.harness import TURNS, Outcome, check, soak_seconds, talking, under_kills
 from cluster.servers import PostgresServer, free_port
 from perdure.cluster.config import ClusterConfig
 from perdure.testing.toy import ToyModel
@@ -61,6 +62,14 @@ def _start(**settings: Any) -> None:
 @contextmanager
 def ray_serve(postgres: PostgresServer, folder: Path, **replicas: Any) -> Iterator[str]:
     """An application of toy replicas; its URL."""
+    port = free_port()
+    with application(postgres.url(folder / "own", lease=5), folder, port, **replicas):
+        yield f"http://127.0.0.1:{port}"
+
+
+@contextmanager
+def application(store: str, folder: Path, port: int, **replicas: Any) -> Iterator[None]:
+    """Ray and an application of toy replicas at a port of this machine."""
     import ray
     from ray import serve
 
@@ -71,7 +80,8 @@ def ray_serve(postgres: PostgresServer, folder: Path, **replicas: Any) -> Iterat
     os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S", "60")
     # By Ray's own default replicas have the least priority.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    port = free_port()
+    # Each of its many processes would start as many threads as there are cores.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
     with pytest.MonkeyPatch.context() as patch:
         # A runtime_env would start Ray's processes twice.
@@ -84,13 +94,13 @@ def ray_serve(postgres: PostgresServer, folder: Path, **replicas: Any) -> Iterat
             serve.start(http_options={"host": "127.0.0.1", "port": port})
         config = ClusterConfig.from_dict(
             {
-                "store": postgres.url(folder / "own", lease=5),
+                "store": store,
                 "blocks": [f"file://{folder}/shared"],
                 "replicas": {"cpus": 0.5, "grace_seconds": 60, **replicas},
             }
         )
         serve.run(build(config, open_runtime=toy), name=NAME)
-        yield f"http://127.0.0.1:{port}"
+        yield
     finally:
         serve.shutdown()
         ray.shutdown()
@@ -210,6 +220,61 @@ def test_one_to_four_and_back_without_a_failed_request(postgres: PostgresServer,
         check(url, outcome)
     print(f"{outcome}; seen so often with so many replicas: {dict(counts)}")
     assert set(outcome.seen) <= {"200"}
+
+
+def test_without_rays_head_replicas_go_on_and_nothing_is_lost(
+    postgres: PostgresServer, tmp_path: Path
+) -> None:
+    """The head's process is killed under load, and what runs goes on. Ray is then started anew, as whoever
+    runs it has to, and every conversation goes on there."""
+    outcome, store = Outcome(), postgres.url(tmp_path / "own", lease=5)
+    with ray_process(store, tmp_path) as (url, ray):
+        with talking(url, outcome, 8, again=False, prefix="before"):
+            _until(lambda: len(outcome.waits) > 8)
+            [head] = [each for each in ray.children(recursive=True) if "gcs_server" in each.name()]
+            head.kill()
+            killed_at = len(outcome.waits)
+        # Every one of them has come to its end.
+        print(f"{len(outcome.waits) - killed_at} turns without a head; {outcome}")
+        assert len(outcome.waits) == 8 * TURNS
+    with ray_process(store, tmp_path) as (url, _):
+        with talking(url, outcome, 4, again=False, prefix="after"):
+            pass
+        check(url, outcome)
+    print(outcome)
+
+
+@contextmanager
+def ray_process(store: str, folder: Path) -> Iterator[tuple[str, psutil.Process]]:
+    """An application in a process that is killed with all that it started."""
+    port = free_port()
+    path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    child = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("ray_child.py")), store, str(folder), str(port)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    process = psutil.Process(child.pid)
+    try:
+        assert child.stdout is not None
+        # Ray writes there, too.
+        assert any(line == "ready\n" for line in child.stdout)
+        yield f"http://127.0.0.1:{port}", process
+    finally:
+        started = process.children(recursive=True)
+        child.kill()
+        child.communicate()
+        for each in started:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+        psutil.wait_procs(started)
+
+
+def _until(done: Callable[[], bool]) -> None:
+    while not done():
+        time.sleep(0.1)
 
 
 def _wait(counts: Counter[int], done: Any, seconds: float = 300) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -134,3 +135,22 @@ def test_a_drain_is_as_long_as_it_was_told_where_nobody_asks_and_twice_that_at_m
     now += 5.0
     assert asked.is_over(5.0)
     assert Drain(lambda: now).is_over(5.0) is False
+
+
+def test_checks_that_found_all_well_are_told_to_the_log_at_debug_alone(
+    server: LiveServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Routers ask every second: nobody could read what else is in the log."""
+    with server.client() as client, caplog.at_level(logging.DEBUG, logger="perdure.server"):
+        for path in ("/health", "/ready", "/v1/models"):
+            assert client.get(path).status_code == 200
+    told = [
+        (record.fields["route"], record.fields["status"], record.levelname)  # type: ignore[attr-defined]
+        for record in caplog.records
+        if record.message == "request"
+    ]
+    assert told == [
+        ("/health", 200, "DEBUG"),
+        ("/ready", 200, "DEBUG"),
+        ("/v1/models", 200, "INFO"),
+    ]

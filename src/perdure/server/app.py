@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from perdure.server.api import cache, events, machine, models, page, sessions, where
+from perdure.server.api import cache, events, machine, models, page, pulls, sessions, where
 from perdure.server.core import api_error
 from perdure.server.core.api_error import too_many_connections
 from perdure.server.core.app_state import AppState
@@ -35,6 +35,8 @@ PROTOCOLS = (
 )
 _API = (
     embeddings.router,
+    # Before the routes of a model: it is no name of one.
+    pulls.router,
     models.router,
     sessions.router,
     sessions.memories,

@@ -186,7 +186,7 @@ router = APIRouter(prefix="/v1", tags=["machine"])
 @router.get("/catalogue", responses=errors())
 async def catalogue(app_state: AppStateDep) -> CatalogueList:
     """The models that have a short name, the best for this machine first. `perdure pull NAME` on it fetches
-    one; no client can."""
+    one, and so does `POST /v1/models/pull` with a key of the operator."""
     return await app_state.call(_catalogue, app_state)
 
 

@@ -32,6 +32,7 @@ from perdure.chat.reply import ChatReply
 from perdure.decode.request import Reply
 from perdure.errors import PerdureError, TemplateError
 from perdure.models.catalogue import names_of
+from perdure.models.puller import Puller
 from perdure.pool import ModelPool, PooledModel
 from perdure.pool.backend import PooledBackend
 from perdure.runtime import Runtime
@@ -140,6 +141,8 @@ class ServerLife:
     drain: Drain = field(default_factory=Drain)
     warming: WeakKeyDictionary[Runtime, threading.Thread] = field(default_factory=WeakKeyDictionary)
     """The threads that read what prompts begin with, or have read it, by model."""
+    puller: Puller = field(default_factory=Puller)
+    """What the operator has it fetch."""
     not_kept: int = 0
     """Turns that the store refused, since the server started."""
 
@@ -445,6 +448,7 @@ class AppState:
     def end(self) -> None:
         """End everything that is still being computed for somebody."""
         self.life.stopping = True
+        self.life.puller.cancel()
         for work in list(self.running):
             work.cancel()
 

@@ -265,10 +265,10 @@ class Cors:
 
 OPEN = frozenset({"/", "/health", "/ready", "/openapi.json"})
 """What anybody may ask for: whether the server lives, and how to speak to it."""
-OPERATOR = frozenset({"/metrics", "/v1/usage", "/v1/events"})
+OPERATOR = frozenset({"/metrics", "/v1/usage", "/v1/events", "/v1/models/pull", "/api/pull"})
 """What the operator's keys open."""
-_OPERATOR_ONLY = frozenset({"/metrics", "/v1/events"})
-"""What no other key opens: it tells of everybody's requests."""
+_OPERATOR_ONLY = frozenset({"/metrics", "/v1/events", "/v1/models/pull"})
+"""What no other key opens: it tells of everybody's requests, or has the server fetch something."""
 _READING = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})
 """Methods that no quota limits: whoever has used up a day still reads, exports and deletes what is theirs."""
 _STOP = "/stop"
@@ -323,8 +323,8 @@ class Auth:
         if (path in _OPERATOR_ONLY and not is_operator) or (is_operator and path not in OPERATOR):
             return ApiError(
                 403,
-                f"metrics and events are for keys of the namespace {METRICS}, and those open nothing but "
-                "/metrics, /v1/usage and /v1/events",
+                f"metrics, events and pulls are for keys of the namespace {METRICS}, and those open only "
+                f"{', '.join(sorted(OPERATOR))}",
                 kind="permission_error",
                 code="forbidden",
             )

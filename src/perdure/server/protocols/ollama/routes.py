@@ -48,6 +48,7 @@ from perdure.server.protocols.ollama.requests import (
     keep_alive_seconds,
 )
 from perdure.server.protocols.openai import fill_in
+from perdure.server.protocols.operator_pull import is_operator, pulled
 
 # Errors in Ollama's shape: a text.
 
@@ -397,7 +398,9 @@ async def version(app_state: AppStateDep) -> dict[str, str]:
 
 @router.post("/api/pull", responses=_lines(), response_model=dict[str, Any])
 async def pull(asked: OptionsRequest, app_state: AppStateDep, caller: CallerDep) -> dict[str, Any] | Response:
-    """Says that the model is there, where it is. A client cannot have this server fetch anything."""
+    """Says that the model is there, where it is. Only a key of the operator has this server fetch another."""
+    if is_operator(caller):
+        return await pulled(asked.model or asked.name, app_state, caller, streams=asked.streams)
     model = _check_model(asked, app_state, caller)
     if model is None or model.is_known:
         lines = Library(app_state if model is None else app_state.of_model(model)).pulled()

@@ -1,0 +1,83 @@
+"""Operator's pull: a model that the server fetches, and what a client that waits is told, as Ollama's are.
+
+{"status": "pulling manifest"}
+{"status": "pulling owner/repo", "total": 5242880, "completed": 1048576}
+{"status": "success"}
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.responses import Response, StreamingResponse
+
+from perdure.models.puller import Pull
+from perdure.server.core.api_error import ApiError
+from perdure.server.core.app_state import AppState, Caller
+from perdure.server.core.keys import METRICS
+from perdure.server.core.protocol import JSON_LINES, event
+
+_TOLD = 1.0
+"""Seconds after which a client is told again, also where nothing has come."""
+
+
+def is_operator(caller: Caller) -> bool:
+    return caller.namespace == METRICS
+
+
+def check_operator(caller: Caller) -> None:
+    if not is_operator(caller):
+        raise ApiError(
+            403,
+            f"only a key of the namespace {METRICS} has this server fetch a model (`perdure keys add "
+            f"{METRICS}` makes one); `perdure pull NAME` on its machine fetches one too",
+            kind="permission_error",
+            code="forbidden",
+        )
+
+
+async def begin_pull(name: str, app_state: AppState, caller: Caller) -> Pull:
+    """Have a model fetched for the operator; nobody else makes this server fetch something."""
+    check_operator(caller)
+    if (pull := await app_state.call(app_state.life.puller.start, name)) is None:
+        raise ApiError(
+            409,
+            "another model is being pulled: wait for it, or cancel it with DELETE /v1/models/pull",
+            code="pull_running",
+        )
+    return pull
+
+
+async def pulled(
+    name: str, app_state: AppState, caller: Caller, *, streams: bool
+) -> dict[str, Any] | Response:
+    """The answer to a client that waits for a model: line by line, or when it is there."""
+    lines = _lines(await begin_pull(name, app_state, caller), app_state)
+    if streams:
+        body = (JSON_LINES.frame(event(line)) async for line in lines)
+        return StreamingResponse(body, media_type=JSON_LINES.media_type)
+    last: dict[str, Any] = {}
+    async for line in lines:
+        last = line
+    if "error" in last:
+        raise ApiError(502, str(last["error"]), kind="server_error", code="pull_failed")
+    return last
+
+
+async def _lines(pull: Pull, app_state: AppState) -> AsyncIterator[dict[str, Any]]:
+    """What a client that waits is told. It may leave: the pull goes on."""
+    yield {"status": "pulling manifest"}
+    puller, name = app_state.life.puller, pull.model
+    while pull.state == "running" and not app_state.stopping:
+        latest = await app_state.work(puller.wait, pull, _TOLD)
+        if latest is None or latest.model != name or latest.started != pull.started:
+            yield {"error": "the pull ended, and another one has begun"}
+            return
+        pull = latest
+        if pull.state == "running" and pull.total is not None:
+            yield {"status": f"pulling {name}", "total": pull.total, "completed": pull.completed}
+    if pull.state == "done":
+        yield {"status": "success"}
+    else:
+        yield {"error": pull.error or f"the pull was {pull.state}"}

@@ -1,0 +1,170 @@
+"""Models that the operator has a server fetch: one at a time, told how far it is, cancelled, and by nobody
+else."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import gguf_bytes as g
+from decode.observed import toy
+from perdure.errors import InvalidInputError, ModelNotFoundError
+from perdure.models.puller import Puller
+from perdure.server.core.keys import Keys, new_key
+from server.live_server import PATIENCE, LiveServer, live_server, opened
+from serving import Site, put_repo, site
+
+PULL = "/v1/models/pull"
+MODEL = g.tiny(data=bytes(range(256)) * 4096)
+FILE = "/me/one/resolve/main/one-Q8_0.gguf"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Site]:
+    """A hub on this machine, and a home to fetch to."""
+    from huggingface_hub import constants
+
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("PERDURE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
+    with site() as up:
+        monkeypatch.setattr(constants, "ENDPOINT", up.url)
+        template = up.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        put_repo(up, "me/one", {"one-Q8_0.gguf": MODEL})
+        put_repo(up, "me/two", {"two-Q8_0.gguf": MODEL})
+        yield up
+
+
+@pytest.fixture
+def server(hub: Site) -> Iterator[tuple[LiveServer, httpx.Client, httpx.Client]]:
+    """A server with the operator's client, and another's."""
+    (secret, key), (other, second) = new_key("metrics"), new_key("ann")
+    with (
+        opened(toy()) as rt,
+        live_server(rt, keys=Keys([key, second])) as server,
+        server.client(secret) as operator,
+        server.client(other) as ann,
+    ):
+        yield server, operator, ann
+
+
+def ended(server: LiveServer) -> Any:
+    """The latest pull, once it is over."""
+    puller = server.app_state.life.puller
+    while (pull := puller.latest) is not None and pull.state == "running":
+        assert puller.wait(pull, PATIENCE) != pull, "nothing came"
+    return pull
+
+
+def lines(answer: httpx.Response) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in answer.iter_lines()]
+
+
+def test_the_operator_has_a_model_fetched(
+    server: tuple[LiveServer, httpx.Client, httpx.Client], tmp_path: Path
+) -> None:
+    live, operator, _ = server
+    assert operator.get(PULL).status_code == 404
+    started = operator.post(PULL, json={"model": "me/one"})
+    assert (started.status_code, started.json()["model"]) == (202, "me/one")
+    assert ended(live).state == "done"
+    told = operator.get(PULL).json()
+    assert (told["state"], told["completed"], told["total"]) == ("done", len(MODEL), len(MODEL))
+    assert told["ended"] >= told["started"]
+    assert (tmp_path / "home/models/hub/me/one/one-Q8_0.gguf").read_bytes() == MODEL
+
+
+def test_nobody_else_makes_the_server_fetch_something(
+    server: tuple[LiveServer, httpx.Client, httpx.Client], hub: Site
+) -> None:
+    live, _, ann = server
+    for answer in (ann.post(PULL, json={"model": "me/one"}), ann.get(PULL), ann.delete(PULL)):
+        assert answer.status_code == 403
+    assert ann.post("/api/pull", json={"model": "me/one"}).status_code == 404
+    with opened(toy()) as rt, live_server(rt) as open_server, open_server.client() as client:
+        refused = client.post(PULL, json={"model": "me/one"})
+        assert refused.status_code == 403
+        assert "perdure keys add metrics" in refused.json()["error"]["message"]
+        assert client.post("/api/pull", json={"model": "me/one"}).status_code == 404
+        assert open_server.app_state.life.puller.latest is None
+    assert live.app_state.life.puller.latest is None
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize(
+    "name", ["/etc/passwd", "./one.gguf", "http://127.0.0.1:1/x.gguf", "lmstudio:a/b/c.gguf", "none-such", ""]
+)
+def test_only_names_of_the_hub_are_fetched(
+    name: str, server: tuple[LiveServer, httpx.Client, httpx.Client], hub: Site
+) -> None:
+    """No path, which would tell what files there are, and no other address."""
+    live, operator, _ = server
+    assert operator.post(PULL, json={"model": name}).status_code in (400, 404)
+    assert live.app_state.life.puller.latest is None
+    assert hub.requests == []
+
+
+def test_one_at_a_time_and_a_cancelled_one_goes_on_where_it_stopped(
+    server: tuple[LiveServer, httpx.Client, httpx.Client], hub: Site
+) -> None:
+    live, operator, _ = server
+    hub.pages[FILE].hold = hold = threading.Event()
+    try:
+        assert operator.post(PULL, json={"model": "me/one"}).status_code == 202
+        pull, puller = live.app_state.life.puller.latest, live.app_state.life.puller
+        while pull is not None and pull.state == "running" and not pull.completed:
+            pull = puller.wait(pull, PATIENCE)
+        assert operator.post(PULL, json={"model": "me/two"}).status_code == 409
+        assert operator.post(PULL, json={"model": "me/one"}).status_code == 202, "it is being fetched"
+        assert operator.get(PULL).json()["state"] == "running"
+        assert operator.delete(PULL).status_code == 200
+    finally:
+        hold.set()
+    assert ended(live).state == "cancelled"
+    hub.pages[FILE].hold = None
+    answer = operator.post("/api/pull", json={"model": "me/one"})
+    found = lines(answer)
+    assert found[0] == {"status": "pulling manifest"}
+    assert found[-1] == {"status": "success"}
+    ranges = [each.range for each in hub.gets(FILE)]
+    assert ranges[0] is None or ranges[0].startswith("bytes=0")
+    assert ranges[-1] is not None
+    assert not ranges[-1].startswith("bytes=0"), "what had come was kept"
+
+
+def test_what_goes_wrong_is_told(server: tuple[LiveServer, httpx.Client, httpx.Client]) -> None:
+    live, operator, _ = server
+    assert operator.post(PULL, json={"model": "me/none"}).status_code == 202
+    assert ended(live).state == "failed"
+    assert "me/none" in operator.get(PULL).json()["error"]
+    refused = operator.post("/api/pull", json={"model": "me/none", "stream": False})
+    assert refused.status_code == 502
+    assert "me/none" in refused.text
+    last = lines(operator.post("/api/pull", json={"model": "me/none"}))[-1]
+    assert "me/none" in last["error"]
+    done = operator.post("/api/pull", json={"model": "me/one", "stream": False})
+    assert done.json() == {"status": "success"}
+
+
+def test_a_pull_that_breaks_leaves_the_next_one_free() -> None:
+    """Whatever is raised: the puller is not taken for busy for ever."""
+
+    def broken(name: str, progress: Any) -> None:
+        raise RuntimeError("no idea")
+
+    puller = Puller(broken)
+    for _ in range(2):
+        pull = puller.start("me/one")
+        while pull is not None and pull.state == "running":
+            pull = puller.wait(pull, PATIENCE)
+        assert pull is not None
+        assert (pull.state, "RuntimeError" in pull.error) == ("failed", True)
+    with pytest.raises((InvalidInputError, ModelNotFoundError)):
+        puller.start("none-such")
