@@ -364,6 +364,9 @@ class MemoryStore:
             names = sorted({info.namespace for info in data.sessions.values()})
             return [self._size(name) for name in names]
 
+    def own_folder(self) -> Path | None:
+        return None
+
     def transfers(self) -> Path | None:
         return None
 

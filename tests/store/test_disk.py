@@ -33,8 +33,10 @@ PLENTY = 1 << 30
 
 
 @contextmanager
-def opened(folder: Path, budget: int = PLENTY, **options: bool) -> Iterator[DiskTier]:
-    with closing(DiskTier(folder, budget=budget, **options)) as disk:
+def opened(
+    folder: Path, budget: int = PLENTY, *, readonly: bool = False, rebuild: bool = False
+) -> Iterator[DiskTier]:
+    with closing(DiskTier(folder, budget=budget, readonly=readonly, rebuild=rebuild)) as disk:
         yield disk
 
 

@@ -225,7 +225,7 @@ def serve(
     from perdure.config import N_CTX
     from perdure.engine import registry
     from perdure.engine.kv_loss import parse_kv_type
-    from perdure.sessions.store.registry import encryption_of
+    from perdure.sessions.store.registry import cluster_key, encryption_of
 
     if new_key is not None:
         _print_key(new_key)
@@ -298,6 +298,8 @@ def serve(
             kv["store_bytes"] = round(store_size * (1 << 30))
         if folder is not None and (encryption := encryption_of(folder, encrypt)) is not None:
             kv["encryption"] = encryption
+        if blocks:
+            kv["blocks"], kv["blocks_key"] = tuple(blocks), cluster_key(folder, blocks)
         pool = ModelPool.open(
             specs,
             store=folder,
