@@ -19,7 +19,6 @@ from typing import IO, Any
 
 from perdure import system
 from perdure.atomic import PRIVATE, make_folder, open_private, sync_folder, translate_os_errors
-from perdure.cache.tiers.encryption import MARK as ENCRYPTED
 from perdure.errors import CorruptStateError, InvalidInputError, StoreError
 from perdure.sessions.store.sqlite.repair import Verification, verify
 from perdure.sessions.store.sqlite.store import FILE, KEY, MARK, SqliteStore
@@ -193,6 +192,7 @@ def _blocks(folder: Path) -> Iterator[Path]:
 def _encryption(folder: Path) -> dict[str, Path]:
     """What says with which key the blocks are encrypted, where they are: they stay so in a backup."""
     from perdure.cache.tiers.archive import block_folders
+    from perdure.cache.tiers.encryption import MARK as ENCRYPTED
 
     marks = [mark for place in block_folders(folder) if (mark := place / ENCRYPTED).is_file()]
     return {ENCRYPTED: marks[0]} if marks else {}
@@ -231,6 +231,8 @@ class _Hashed:
 
 def _unpacked(file: Path, new: Path, progress: Progress | None) -> dict[str, Any]:
     """Files that are ours by their names, and what the manifest says of them; all of it must be there."""
+    from perdure.cache.tiers.encryption import MARK as ENCRYPTED
+
     about: Any = None
     digests: dict[str, str] = {}
     done, size = 0, 0
