@@ -62,7 +62,7 @@ def test_a_lora_lowers_the_loss_and_answers_by_its_name_and_the_base_is_as_befor
             ]
 
     before = answers({})
-    options = f"--data {data} --steps 12 --learning-rate 0.01 --longest 128 --json"
+    options = f"--data {data} --steps 20 --learning-rate 0.01 --longest 128 --json"
     told = CliRunner().invoke(app, f"train {llama} {tmp_path / 'terse'} {options}")
     assert told.exit_code == 0, told.output
     facts = json.loads(told.output)

@@ -76,6 +76,10 @@ def test_a_stored_response_expires_and_what_goes_on_from_it_stays(
         def time() -> float:
             return time.time() + 31 * 86400
 
+        @staticmethod
+        def monotonic() -> float:
+            return time.monotonic() + 31 * 86400
+
     with server_on(tmp_path) as server, server.client() as client:
 
         def respond(**body: Any) -> str:

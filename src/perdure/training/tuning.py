@@ -15,6 +15,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,9 @@ def train(
             else:
                 linear_to_lora_layers(network, count, parameters, use_dora=plan.kind == "dora")
             batch = min(plan.batch, len(learned), len(kept))
-            loss, batches = trainer.default_loss, trainer.iterate_batches
+            # Without a seed the order of the batches would be that of the process.
+            batches: Any = partial(trainer.iterate_batches, seed=plan.seed)
+            loss = trainer.default_loss
             if taught is not None:
                 loss = _distilled(load_model(taught.path)[0])
             elif pairs:
