@@ -28,9 +28,8 @@ def batch(run: Run) -> Iterator[Figure]:
     count, each = run.pick(64, 16), 2
     with tempfile.TemporaryDirectory() as folder:
         names = {name: str(write_lora(Path(folder) / f"{name}.gguf", seed)) for seed, name in enumerate("ab")}
-        # With the cache that people have: a sequence that has ended stays in its slot. Without it, the streams
-        # of one adapter would have the K/V cells to themselves, and a step over half of these is a fifth
-        # shorter.
+        # With the cache that people have: a sequence that has ended stays in its slot. Without it, streams of
+        # one adapter would have the K/V cells to themselves: a step over half of these is a fifth shorter.
         with perdure.open(
             model_path(), n_ctx=512, slots=2 * each, threads=THREADS, adapter_names=names
         ) as runtime:
