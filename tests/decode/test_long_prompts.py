@@ -48,6 +48,41 @@ def test_steps_that_slow_down_with_the_context_shrink_with_it() -> None:
     assert 16 <= pace.alone <= 1.3 * 1000 / 39
 
 
+def tiled(tokens: int, depth: int) -> float:
+    """Seconds of a step behind so many tokens on two slow cores, as measured."""
+    each = 4e-3 + depth * (1.2e-6 if tokens >= 64 else 5.1e-6)
+    return tokens * each
+
+
+def test_a_long_context_does_not_drive_steps_below_what_is_computed_in_tiles() -> None:
+    """A step of 48 tokens takes longer there than one of 64: each step would be shorter than the last."""
+    pace, depth = PrefillPacer(chunk=64, largest=512, stall=0.05), 0
+    sizes: list[int] = []
+    while depth < 30_000:
+        sizes.append(pace.alone)
+        depth += pace.alone
+        pace.observe(pace.alone, tiled(pace.alone, depth))
+    assert sum(size < 64 for size in sizes) <= 2
+    assert max(tiled(size, 30_000) for size in sizes[-20:]) < 3 * LONGEST
+
+
+def test_a_slow_model_is_read_in_short_steps_where_these_are_no_slower() -> None:
+    pace = PrefillPacer(chunk=64, largest=512, stall=0.05)
+    for _ in range(20):
+        pace.observe(pace.alone, pace.alone * (0.06 if pace.alone >= 64 else 0.07))
+    assert pace.alone == 16
+
+
+def test_who_looks_does_not_wait_for_a_short_step_that_takes_long(rt: Runtime, gate: Turnstile) -> None:
+    loop = inside(rt).engine_loop
+    loop.pacer.observe(64, 64.0)
+    with rt.submit(PROMPT[:8], max_tokens=1) as stream, ThreadPoolExecutor(1) as other:
+        gate.pass_through(2)
+        assert other.submit(loop.look, lambda: "seen").result(timeout=30) == "seen"
+        assert gate.reached.is_set()
+        assert not stream.done
+
+
 def test_who_looks_does_not_wait_for_a_step(rt: Runtime, gate: Turnstile) -> None:
     """Slots, totals and the lists of what is kept are told while the engine is in the middle of a step."""
     with rt.submit(PROMPT, max_tokens=1) as stream, ThreadPoolExecutor(1) as other:

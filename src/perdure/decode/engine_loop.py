@@ -51,6 +51,8 @@ CHUNK = 64
 """Prompt tokens a step while others wait, until it is known how long they take; in exact mode always."""
 STALL = 0.05
 """Seconds for which a running reply may be held up by others' prompts."""
+_LONG = 0.05
+"""Seconds of a step from which on whoever only looks does not wait for its end."""
 _LONGEST_QUIET = 1.0
 """Seconds without a request after which nothing that waits for quiet waits any longer."""
 
@@ -325,7 +327,7 @@ class EngineLoop:
             tokens = 0
             for chunk in step:
                 tokens += chunk.count
-            if tokens >= len(step) + TIMED:
+            if tokens >= len(step) + TIMED or pacer.seconds(tokens) >= _LONG:
                 self._execute_long(step)
             else:
                 self.executor.execute(step, self._active, self._budget)

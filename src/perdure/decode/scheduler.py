@@ -28,6 +28,11 @@ TIMED = 16
 """Steps of so many tokens tell how fast prompts are computed; shorter ones are mostly overhead."""
 LONGEST = 1.0
 """Seconds that a step of a prompt may take while nobody else is served."""
+TILE = 64
+"""Tokens from which on attention is computed in tiles on a CPU: behind a long context a step of 48 takes
+longer than one of 64."""
+_FAR_SLOWER = 1.5
+"""How much longer a token takes in steps below that where tiles matter."""
 LONGEST_TURN = 0.5
 """Seconds for which one set of adapters may keep the engine from the others."""
 
@@ -368,7 +373,8 @@ class PrefillPacer:
     """The size of a prompt's chunk, learned from the steps that were taken: `chunk` while others wait,
     `alone` while nobody does.
 
-    Always holds: both are from 16 to the largest step. With a stall of 0 they stay as they were set.
+    Always holds: both are from 16 to the largest step; `alone` from `TILE`, once a shorter step was far
+    slower by the token. With a stall of 0 they stay as they were set.
     """
 
     def __init__(self, *, chunk: int, largest: int, stall: float, longest: float = LONGEST) -> None:
@@ -382,6 +388,11 @@ class PrefillPacer:
         self._longest = max(longest, stall)
         self._a_token: float | None = None
         """Seconds, as of the last step; None before the first."""
+        self._in_tiles: float | None = None
+        """The same as of the last step of `TILE` tokens and more; None once it was compared with a shorter
+        one: both get slower with the context."""
+        self._least = TIMED
+        """Of `alone`."""
 
     def observe(self, tokens: int, seconds: float) -> None:
         """A step of so many tokens took so long."""
@@ -390,10 +401,16 @@ class PrefillPacer:
         is_first, self._a_token = self._a_token is None, seconds / tokens
         if not self._stall:
             return
+        if tokens >= TILE:
+            self._in_tiles = self._a_token
+        elif self._in_tiles is not None:
+            if self._a_token > _FAR_SLOWER * self._in_tiles:
+                self._least = TILE
+            self._in_tiles = None
         # Half way at a time: one slow step says little, and larger steps are faster by the token.
         self.chunk = self._within((self.chunk + self._stall * tokens / seconds) / 2)
         aim = self._longest * tokens / seconds
-        size = self._within(aim if is_first else (self.alone + aim) / 2)
+        size = self._within(max(self._least, aim if is_first else (self.alone + aim) / 2))
         # In whole multiples: kernels compute so many tokens at a time.
         self.alone = size if size < TIMED else size // TIMED * TIMED
 
