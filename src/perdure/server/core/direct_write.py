@@ -2,7 +2,8 @@
 
 It saves the checks of three layers for every token: with 64 streams the server takes 166 µs of CPU for an
 event, and 195 µs without (`python -m bench.serve --only direct_write`). It reaches into parts of uvicorn and
-h11 that are not public. Without it (`attach` not called) every event takes the server's own way, and nothing else changes.
+h11 that are not public. Without it (`attach` not called) every event takes the server's own way, and nothing
+else changes.
 """
 
 from __future__ import annotations
