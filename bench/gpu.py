@@ -22,7 +22,7 @@ from bench.harness import Bench, Figure, Gauge, Pairs, Run, Target, at_least, at
 from bench.machine import Machine, Watch
 from bench.processes.device import tokens
 from bench.processes.random_model import EIGHT_BILLION, SMALL, Shape, write
-from bench.processes.servers import _Clients, built_llama_server, built_url
+from bench.processes.servers import Clients, built_llama_server, built_url
 
 N_CTX = 512
 THREADS = 4
@@ -172,7 +172,7 @@ def _heard(url: str, clients: int, count: int, repeats: int) -> list[float]:
     found = []
     for number in range(repeats + 1):
         body = {"model": "default", "max_tokens": count, "seed": 7, "logit_bias": {"0": -100, "2": -100}}
-        with _Clients(urlsplit(url)) as talk:
+        with Clients(urlsplit(url)) as talk:
             started = time.perf_counter()
             for client in range(clients):
                 talk.ask({**body, "messages": [{"role": "user", "content": f"Tell {client} {number}"}]})

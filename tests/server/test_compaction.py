@@ -47,7 +47,9 @@ def test_a_long_conversation_is_summed_up_in_passes_x21(size: int) -> None:
             assert passes > 1
             sealed = compacted["output"][-1]["encrypted_content"]
             # The last summary, which is of everything.
-            assert server.app_state.seal.open(sealed, "") == f"{HEADING}\n{summaries[passes - 1]}"
+            assert (
+                server.app_state.reasoning_cipher.decrypt(sealed, "") == f"{HEADING}\n{summaries[passes - 1]}"
+            )
     for number in range(12):
         assert any(f"fact-{number:02}" in prompt for prompt in shown)
         assert any(f"noted-{number:02}" in prompt for prompt in shown)

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from decode.observed import Turnstile, open_toy, toy
-from perdure.server.core.app_state import Seal
 from perdure.server.core.keys import Keys, new_key
+from perdure.server.core.reasoning_cipher import ReasoningCipher
 from server.live_server import live_server, opened
 from server.scripted import scripted
 
@@ -137,20 +137,20 @@ def test_a_full_context_says_so_instead_of_being_cut(client: httpx.Client) -> No
 
 def test_a_signature_of_another_namespace_or_server_opens_nothing_h5() -> None:
     """H5."""
-    seal = Seal(b"k" * 32, limit=1000)
-    sealed = seal.close("secret thoughts", "ada")
-    assert seal.open(sealed, "ada") == "secret thoughts"
-    assert seal.open(sealed, "bob") is None
-    assert Seal(b"q" * 32, limit=1000).open(sealed, "ada") is None
-    assert "secret" not in sealed
-    for changed in (sealed[:-4], "A" + sealed[1:], "not base64!", ""):
-        assert seal.open(changed, "ada") is None
+    cipher = ReasoningCipher(b"k" * 32, limit=1000)
+    encrypted = cipher.encrypt("secret thoughts", "ada")
+    assert cipher.decrypt(encrypted, "ada") == "secret thoughts"
+    assert cipher.decrypt(encrypted, "bob") is None
+    assert ReasoningCipher(b"q" * 32, limit=1000).decrypt(encrypted, "ada") is None
+    assert "secret" not in encrypted
+    for changed in (encrypted[:-4], "A" + encrypted[1:], "not base64!", ""):
+        assert cipher.decrypt(changed, "ada") is None
 
 
 def test_thoughts_are_known_again_after_a_restart(tmp_path: Path) -> None:
     for _ in range(2):
         with opened(toy(), store=tmp_path / "store") as rt, live_server(rt) as server:
-            sealed = server.app_state.seal.close("Hm.", "")
+            sealed = server.app_state.reasoning_cipher.encrypt("Hm.", "")
             (tmp_path / "seal").touch()
             before = (tmp_path / "seal").read_text()
             assert before in ("", sealed)

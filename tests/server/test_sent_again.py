@@ -10,7 +10,7 @@ import pytest
 
 import perdure
 from perdure import Runtime, TurnKeptError
-from perdure.sessions.session import TurnExtra
+from perdure.sessions.pending_turn import TurnExtra
 from perdure.testing.toy import ToyModel
 from server.live_server import LiveServer, live_server
 

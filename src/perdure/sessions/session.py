@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import hashlib
 import threading
 import time
 import weakref
@@ -22,7 +21,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, Unpack
@@ -45,7 +44,6 @@ from perdure.errors import (
     SessionError,
     StateError,
     StoreError,
-    TurnKeptError,
 )
 from perdure.sessions.export import write_export
 from perdure.sessions.fold import (
@@ -59,14 +57,10 @@ from perdure.sessions.fold import (
 )
 from perdure.sessions.history import History, TurnReference
 from perdure.sessions.info import SessionInfo, SessionMemory
+from perdure.sessions.pending_turn import PendingTurn, TurnExtra
 from perdure.sessions.session_view import SessionView, StoreHost, count_turns
 from perdure.sessions.store.base import RESPONSE
 from perdure.sessions.turn import Said, Turn, added, plain_settings, portable_settings, said_messages
-
-_KEY = "idempotency_key"
-"""Among the settings of a turn: the digest of the key of its request."""
-_REMEMBERED = 16
-"""Turns from the last on whose keys are looked at: a request is sent again soon, or not at all."""
 
 S = TypeVar("S")
 P = ParamSpec("P")
@@ -105,55 +99,6 @@ class Host(StoreHost, Protocol):
         *,
         adapters: Mapping[str, float] | None,
     ) -> None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnExtra:
-    """What a turn may have besides its messages and settings."""
-
-    preamble: Sequence[Message] = ()
-    """Said before all of the history, for this turn alone."""
-    notes: Mapping[str, Any] = field(default_factory=dict)
-    """Written down with the turn's settings, as they are when it is kept."""
-    follower: Session | None = None
-    """A session that stands where this one does, and is to go on with the same turn."""
-    date: str | None = None
-    """What the template is told where the history has no date; None for the clock's."""
-    idempotency_key: str | None = None
-    """What the request is known by that asks for the turn: a second one with the same key makes none."""
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class PendingTurn:
-    """A turn in the making, or a fold: nobody else changes the session meanwhile."""
-
-    base: History
-    """What it goes on from."""
-    head: int
-    """The turn at which the session stood when it began."""
-    let_go: Callable[[], None]
-    said: Sequence[Message] = ()
-    settings: dict[str, Any] = field(default_factory=dict)
-    deadline: float | None = None
-    keep_partial: bool = False
-    extra: TurnExtra = field(default_factory=TurnExtra)
-    stream: weakref.ref[TurnStream] | None = None
-    """None while it is being prepared. Weak: a stream that nobody holds any more is cancelled."""
-    ended: bool = False
-
-    def release(self) -> None:
-        """Let other processes have the session again. Only the first time does something."""
-        if not self.ended:
-            self.ended = True
-            self.let_go()
-
-    @property
-    def is_running(self) -> bool:
-        """Whether its reply is still being made, or prepared."""
-        if self.ended or self.stream is None:
-            return not self.ended
-        stream = self.stream()
-        return stream is not None and not (stream.done or stream.cancelled)
 
 
 def _in_thread(
@@ -705,7 +650,7 @@ class Session(SessionView):
         try:
             if extra is not None:
                 pending.extra = extra
-                self._refuse_kept(pending)
+                pending.refuse_kept(self.name)
                 # Before any work: a turn that cannot be kept is not made.
                 if extra.follower is not None:
                     extra.follower._wait_for(pending)
@@ -713,22 +658,6 @@ class Session(SessionView):
         except BaseException:
             self._end(pending)
             raise
-
-    def _refuse_kept(self, pending: PendingTurn) -> None:
-        """Refuse a request that is one of the last turns already. Nobody can add that turn between here and
-        the commit: the session is taken, and a lease that was lost meanwhile cannot commit."""
-        key = pending.extra.idempotency_key
-        if key is None:
-            return
-        base = pending.base
-        for number in range(len(base), max(0, len(base) - _REMEMBERED), -1):
-            if base.first(number).last.settings.get(_KEY) == _key_digest(key):
-                raise TurnKeptError(
-                    f"this request was answered before: it is turn {number} of session {self.name!r}, which "
-                    f"has its reply (GET /v1/sessions/NAME/turns?after={number - 1})",
-                    turn=number,
-                )
-        pending.extra = replace(pending.extra, notes={**pending.extra.notes, _KEY: _key_digest(key)})
 
     def _begin(self) -> PendingTurn:
         with self._lock:
@@ -853,7 +782,3 @@ def _found_kept(reply: ChatReply) -> int:
     """The tokens of a prompt whose state was found where it outlives the process, or is on its way there.
     What only a slot held may not have been written yet."""
     return reply.reuse.reused - reply.reuse.tiers.get("slot", 0)
-
-
-def _key_digest(key: str) -> str:
-    return hashlib.sha256(key.encode()).hexdigest()[:32]

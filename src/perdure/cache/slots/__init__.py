@@ -2,5 +2,6 @@
 
 checkpoints  the checkpoints of a slot, and how its sequence goes back, by the kind of memory
 placement    the slots, which of them a prompt gets and from where; why no more of it could be reused
+swap_slots   where conversations wait on the device
 cache        places requests, so that as little as possible is computed: swaps state in and out of slots
 """

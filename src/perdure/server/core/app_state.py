@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import base64
 import copy
 import functools
-import hashlib
-import hmac
 import logging
 import re
 import secrets
 import sys
 import threading
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -39,10 +35,11 @@ from perdure.runtime import Runtime
 from perdure.server.core.api_error import ApiError
 from perdure.server.core.keys import KeyAccount, Keys
 from perdure.server.core.metrics import REPORT, DailyReports, Metrics, RecentRequests, written_bytes
+from perdure.server.core.reasoning_cipher import ReasoningCipher
 from perdure.server.core.settings import AllowedHosts, Limits, LiveSettings, ReplyDefaults
 from perdure.server.core.shared_keys import share
 from perdure.server.core.visit import SESSION, VISIT, Sign, Visit
-from perdure.sessions.session import TurnExtra
+from perdure.sessions.pending_turn import TurnExtra
 from perdure.sessions.store.registry import encryption_of
 
 log = logging.getLogger("perdure.server")
@@ -199,9 +196,9 @@ class AppState:
         daily = DailyReports(path, written=lambda: written_bytes(self.loaded_runtimes()))
         self.recent = RecentRequests(daily)
         self._limiters: dict[int, anyio.CapacityLimiter] = {}
-        # Where sessions are kept, so is what seals: signatures are known again after a restart.
+        # Where sessions are kept, so is the key: signatures are known again after a restart.
         key = self.runtime.sessions.store.key or secrets.token_bytes(32)
-        self.seal = Seal(key, limit=self.limits.body_bytes)
+        self.reasoning_cipher = ReasoningCipher(key, limit=self.limits.body_bytes)
         if (accounts := getattr(self.runtime.sessions.store, "accounts", None)) is not None:
             share(self.keys, accounts, self.limit_namespaces)
         self.limit_namespaces()
@@ -333,7 +330,7 @@ class AppState:
         """Have these from now on. Requests that are running go on with what they began with."""
         for each in fields(settings):
             setattr(self, each.name, getattr(settings, each.name))
-        self.seal.limit = self.limits.body_bytes
+        self.reasoning_cipher.limit = self.limits.body_bytes
 
     def limit_namespaces(self) -> None:
         """Have each namespace store no more than its keys say, as they are now."""
@@ -570,51 +567,3 @@ ServedDep = Annotated[AppState, Depends(_served)]
 """The app state with the model that the query names as `model`, loaded: for routes that need an engine and
 have no body that names one."""
 CallerDep = Annotated[Caller, Depends(_caller)]
-
-
-# Seal: texts that clients carry for us, and can neither read nor change.
-
-_TAG = 32
-
-
-class Seal:
-    """Seals texts for a namespace. The same text has the same seal; another namespace cannot open it.
-
-    The tag is an HMAC of the namespace and the text, and also the nonce of the key stream that hides the text
-    (a synthetic initialisation vector): nothing random is needed, and nothing repeats but what is equal.
-    """
-
-    def __init__(self, key: bytes, *, limit: int) -> None:
-        self._tag_key = hashlib.sha256(b"perdure/seal/tag/1\0" + key).digest()
-        self._text_key = hashlib.sha256(b"perdure/seal/text/1\0" + key).digest()
-        self.limit = limit
-        """Characters of a sealed text."""
-
-    def close(self, text: str, namespace: str) -> str:
-        packed = zlib.compress(text.encode("utf-8", "surrogatepass"), 1)
-        tag = self._tag(packed, namespace)
-        return base64.b64encode(tag + self._hidden(packed, tag)).decode("ascii")
-
-    def open(self, sealed: str, namespace: str) -> str | None:
-        """The text; None where this server did not seal it for that namespace."""
-        if len(sealed) > self.limit * 2:
-            return None
-        try:
-            found = base64.b64decode(sealed, validate=True)
-        except ValueError:
-            return None
-        tag, hidden = found[:_TAG], found[_TAG:]
-        packed = self._hidden(hidden, tag)
-        if not hmac.compare_digest(tag, self._tag(packed, namespace)):
-            return None
-        return zlib.decompress(packed).decode("utf-8", "surrogatepass")
-
-    def _tag(self, packed: bytes, namespace: str) -> bytes:
-        name = namespace.encode()
-        return hmac.digest(self._tag_key, len(name).to_bytes(4, "little") + name + packed, "sha256")
-
-    def _hidden(self, packed: bytes, tag: bytes) -> bytes:
-        """With the key stream over it: hides what is open, and opens what is hidden."""
-        stream = hashlib.shake_256(self._text_key + tag).digest(len(packed))
-        size = len(packed)
-        return (int.from_bytes(packed, "little") ^ int.from_bytes(stream, "little")).to_bytes(size, "little")

@@ -21,7 +21,8 @@ from perdure.server.core.schemas import Name, ReplyExtension, RequestSchema
 from perdure.server.protocols.conversation_names import conversation_of
 from perdure.sessions.agent_conversation import AgentConversation, find_line, without_session_options
 from perdure.sessions.fold import TurnStream
-from perdure.sessions.session import Session, TurnExtra
+from perdure.sessions.pending_turn import TurnExtra
+from perdure.sessions.session import Session
 
 log = logging.getLogger("perdure.server")
 

@@ -109,7 +109,7 @@ class MessagesHead:
         self.model = app_state.name
         self.hides_thinking = asked.hides_thinking
         self._max_tokens = asked.max_tokens
-        self._seal = app_state.seal
+        self._cipher = app_state.reasoning_cipher
         self._namespace = namespace
 
     def whole(self, replies: Sequence[ChatReply]) -> MessagesAnswer:
@@ -127,7 +127,7 @@ class MessagesHead:
 
     def signature(self, thinking: str) -> str:
         """What stands for thoughts when they are sent back, so that they are found again as they were."""
-        return self._seal.close(thinking, self._namespace)
+        return self._cipher.encrypt(thinking, self._namespace)
 
     def ending(self, reply: ChatReply) -> tuple[str, str | None]:
         """The stop reason, and the stop sequence that was met."""

@@ -185,7 +185,7 @@ class Conversation:
         self.messages: list[dict[str, Any]] = []
         self.marks: list[tuple[int, CacheControl]] = []
         """Each with the number of messages before it."""
-        self._seal, self._namespace = app_state.seal, namespace
+        self._cipher, self._namespace = app_state.reasoning_cipher, namespace
         if system := _system(asked.system):
             self.messages.append({"role": "system", "content": system})
         # Tools are shown with the system message, whatever comes first in a request.
@@ -253,10 +253,10 @@ class Conversation:
         for at, block in enumerate(blocks):
             place = f"{where}.{at}"
             if block.type in ("thinking", "redacted_thinking"):
-                sealed = block.get("signature" if block.type == "thinking" else "data")
+                encrypted = block.get("signature" if block.type == "thinking" else "data")
                 # What another server's model thought is not what this one did.
-                thought = self._seal.open(sealed, self._namespace) if isinstance(sealed, str) else None
-                if thought:
+                is_text = isinstance(encrypted, str)
+                if is_text and (thought := self._cipher.decrypt(encrypted, self._namespace)):
                     thoughts.append(thought)
             elif block.type == "tool_use":
                 calls.append(

@@ -13,7 +13,7 @@ from perdure.chat.message import Message, ToolCall
 from perdure.server.core.api_error import ApiError
 
 Item = dict[str, Any]
-Unsealed = Callable[[str], str | None]
+Decrypt = Callable[[str], str | None]
 FindItems = Callable[[str], Sequence[Item]]
 """The items that an id stands for."""
 
@@ -40,7 +40,7 @@ class _Assistant:
         )
 
 
-def messages_of(items: Sequence[Any], unsealed: Unsealed, found: FindItems) -> list[Message]:
+def messages_of(items: Sequence[Any], decrypt: Decrypt, found: FindItems) -> list[Message]:
     """The messages that items make. Items that say nothing to this model are left out, never refused."""
     made: list[Message] = []
     said = _Assistant()
@@ -66,12 +66,12 @@ def messages_of(items: Sequence[Any], unsealed: Unsealed, found: FindItems) -> l
         elif kind == "reasoning":
             if said.texts or said.calls:
                 close()
-            if thought := _thought(item, unsealed):
+            if thought := _thought(item, decrypt):
                 said.reasoning.append(thought)
         elif kind == "compaction":
             close()
-            sealed = item.get("encrypted_content")
-            if isinstance(sealed, str) and (summary := unsealed(sealed)):
+            encrypted = item.get("encrypted_content")
+            if isinstance(encrypted, str) and (summary := decrypt(encrypted)):
                 made.append(Message(role="system", content=summary))
         elif kind in ("function_call", "custom_tool_call"):
             said.calls.append(_call(item, kind, where))
@@ -124,10 +124,10 @@ def content_text(given: Any, where: str) -> str:
     return "".join(texts)
 
 
-def _thought(item: Mapping[str, Any], unsealed: Unsealed) -> str:
-    """Reasoning as it was: by what we sealed, or else by the text that the client has of it."""
-    sealed = item.get("encrypted_content")
-    if isinstance(sealed, str) and (text := unsealed(sealed)):
+def _thought(item: Mapping[str, Any], decrypt: Decrypt) -> str:
+    """Reasoning as it was: by what we encrypted, or else by the text that the client has of it."""
+    encrypted = item.get("encrypted_content")
+    if isinstance(encrypted, str) and (text := decrypt(encrypted)):
         return text
     for name in ("content", "summary"):
         parts = item.get(name)
@@ -165,7 +165,7 @@ class OutputForm:
     """Of tools that came in a namespace."""
     summarised: bool = False
     """Whether reasoning is shown as a summary."""
-    sealed: Callable[[str], str] = lambda text: ""
+    encrypt: Callable[[str], str] = lambda text: ""
 
     def items(self, message: Message, *, status: str = "completed", logprobs: Any = ()) -> list[Item]:
         """All of a reply, in the order in which a stream has them."""
@@ -190,7 +190,7 @@ class OutputForm:
             item["summary"] = [{"type": "summary_text", "text": text}]
         else:
             item["content"] = [{"type": "reasoning_text", "text": text}]
-        return {**item, "encrypted_content": self.sealed(text)}
+        return {**item, "encrypted_content": self.encrypt(text)}
 
     def message(self, text: str | None, *, status: str, logprobs: Any = ()) -> Item:
         content = [] if text is None else [text_part(text, logprobs)]

@@ -17,9 +17,9 @@ from perdure.server.protocols.conversation_names import NamingFields
 from perdure.server.protocols.openai import PromptCacheOptions, tier_options
 from perdure.server.protocols.reply_request import SessionExtension
 from perdure.server.protocols.responses.items import (
+    Decrypt,
     FindItems,
     OutputForm,
-    Unsealed,
     content_text,
     messages_of,
 )
@@ -202,7 +202,7 @@ def output_form(
         tools.custom,
         tools.namespaces,
         summarised=summary not in (None, "none"),
-        sealed=lambda text: app_state.seal.close(text, namespace),
+        encrypt=lambda text: app_state.reasoning_cipher.encrypt(text, namespace),
     )
 
 
@@ -276,17 +276,17 @@ def input_items(asked: PromptRequest) -> list[dict[str, Any]]:
     return list(asked.input)
 
 
-def preamble(asked: PromptRequest, unsealed: Unsealed, found: FindItems) -> list[Message]:
+def preamble(asked: PromptRequest, decrypt: Decrypt, found: FindItems) -> list[Message]:
     """The instructions. They are of this response alone: another one that goes on from it has its own."""
     given = asked.instructions
     if given is None or given == "":
         return []
     if isinstance(given, str):
         return [Message(role="system", content=given)]
-    return messages_of(given, unsealed, found)
+    return messages_of(given, decrypt, found)
 
 
-def input_messages(asked: PromptRequest, unsealed: Unsealed, found: FindItems) -> list[Message]:
+def input_messages(asked: PromptRequest, decrypt: Decrypt, found: FindItems) -> list[Message]:
     if isinstance(asked.input, str):
         return [Message(role="user", content=content_text(asked.input, "input"))]
-    return messages_of(input_items(asked), unsealed, found)
+    return messages_of(input_items(asked), decrypt, found)

@@ -339,7 +339,7 @@ async def compact(
     asked: PromptRequest, request: Request, app_state: AppStateDep, caller: CallerDep
 ) -> CompactionAnswer | Response:
     """Have the model sum a conversation up, in several passes where it does not fit into the context at once.
-    The summary is sealed: only this server reads it again."""
+    The summary is encrypted: only this server reads it again."""
     app_state = await app_state.serving(asked.model or "", caller.visit)
     responses = Responses(app_state, caller.namespace)
     ends = time.monotonic() + app_state.seconds(None)
@@ -355,7 +355,7 @@ async def compact(
     item: Item = {
         "id": make_item_id("cmp", response_id),
         "type": "compaction",
-        "encrypted_content": app_state.seal.close(summary, caller.namespace),
+        "encrypted_content": app_state.reasoning_cipher.encrypt(summary, caller.namespace),
     }
     return CompactionAnswer(
         id=response_id,

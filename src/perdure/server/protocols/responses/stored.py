@@ -43,7 +43,8 @@ from perdure.server.protocols.responses.requests import (
 )
 from perdure.server.protocols.responses.stream import OPENING, SentPart
 from perdure.sessions.fold import TurnStream
-from perdure.sessions.session import Session, TurnExtra, today
+from perdure.sessions.pending_turn import TurnExtra
+from perdure.sessions.session import Session, today
 from perdure.sessions.turn import Turn
 
 CONVERSATION = "conversation"
@@ -183,7 +184,7 @@ class Responses:
         chat_options, _ = ChatOptions.split(options)
         chat_format = self._app_state.runtime.chat_format
         messages: Sequence[Message] = [
-            *preamble(asked, self._unsealed, self.found_items),
+            *preamble(asked, self._decrypt, self.found_items),
             *(each for each in said if each.role == "user"),
             Message(role="system", content=summary),
         ]
@@ -208,7 +209,7 @@ class Responses:
     def messages(self, items: Sequence[Item]) -> list[Message]:
         """The messages that items make."""
         self.references = self._named_bytes = 0
-        return messages_of(items, self._unsealed, self.found_items)
+        return messages_of(items, self._decrypt, self.found_items)
 
     def delete(self, name: str) -> None:
         self._sessions.delete(name, self._namespace)
@@ -331,9 +332,9 @@ class Responses:
     def _read(self, asked: PromptRequest) -> tuple[list[Message], list[Message]]:
         """The instructions and the input of a request, as messages."""
         self.references = self._named_bytes = 0
-        said = input_messages(asked, self._unsealed, self.found_items)
+        said = input_messages(asked, self._decrypt, self.found_items)
         self._app_state.check_message_count(len(said))
-        return preamble(asked, self._unsealed, self.found_items), said
+        return preamble(asked, self._decrypt, self.found_items), said
 
     def _options(self, asked: ResponseRequest, said: Sequence[Message]) -> dict[str, Any]:
         """What is asked of the reply, and of what was said up to its cache marks."""
@@ -353,8 +354,8 @@ class Responses:
             options["cache_marks"] = marks
         return options
 
-    def _unsealed(self, sealed: str) -> str | None:
-        return self._app_state.seal.open(sealed, self._namespace)
+    def _decrypt(self, encrypted: str) -> str | None:
+        return self._app_state.reasoning_cipher.decrypt(encrypted, self._namespace)
 
     def _head(self, response_id: str, asked: ResponseRequest, created: int, model: str) -> ResponseHead:
         tools = tool_set(asked.tools or ())

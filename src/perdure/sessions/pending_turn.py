@@ -1,0 +1,87 @@
+"""A turn in the making: what it goes on from, what it may have besides messages, and who has the session."""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from perdure.chat.message import Message
+from perdure.errors import TurnKeptError
+from perdure.sessions.fold import TurnStream
+from perdure.sessions.history import History
+
+if TYPE_CHECKING:
+    from perdure.sessions.session import Session
+
+_KEY = "idempotency_key"
+"""Among the settings of a turn: the digest of the key of its request."""
+_REMEMBERED = 16
+"""Turns from the last on whose keys are looked at: a request is sent again soon, or not at all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnExtra:
+    """What a turn may have besides its messages and settings."""
+
+    preamble: Sequence[Message] = ()
+    """Said before all of the history, for this turn alone."""
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    """Written down with the turn's settings, as they are when it is kept."""
+    follower: Session | None = None
+    """A session that stands where this one does, and is to go on with the same turn."""
+    date: str | None = None
+    """What the template is told where the history has no date; None for the clock's."""
+    idempotency_key: str | None = None
+    """What the request is known by that asks for the turn: a second one with the same key makes none."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class PendingTurn:
+    """A turn in the making, or a fold: nobody else changes the session meanwhile."""
+
+    base: History
+    """What it goes on from."""
+    head: int
+    """The turn at which the session stood when it began."""
+    let_go: Callable[[], None]
+    said: Sequence[Message] = ()
+    settings: dict[str, Any] = field(default_factory=dict)
+    deadline: float | None = None
+    keep_partial: bool = False
+    extra: TurnExtra = field(default_factory=TurnExtra)
+    stream: weakref.ref[TurnStream] | None = None
+    """None while it is being prepared. Weak: a stream that nobody holds any more is cancelled."""
+    ended: bool = False
+
+    def release(self) -> None:
+        """Let other processes have the session again. Only the first time does something."""
+        if not self.ended:
+            self.ended = True
+            self.let_go()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its reply is still being made, or prepared."""
+        if self.ended or self.stream is None:
+            return not self.ended
+        stream = self.stream()
+        return stream is not None and not (stream.done or stream.cancelled)
+
+    def refuse_kept(self, session: str) -> None:
+        """Refuse a request that is one of the last turns already. Nobody can add that turn between here and
+        the commit: the session is taken, and a lease that was lost meanwhile cannot commit."""
+        key = self.extra.idempotency_key
+        if key is None:
+            return
+        base, digest = self.base, hashlib.sha256(key.encode()).hexdigest()[:32]
+        for number in range(len(base), max(0, len(base) - _REMEMBERED), -1):
+            if base.first(number).last.settings.get(_KEY) == digest:
+                raise TurnKeptError(
+                    f"this request was answered before: it is turn {number} of session {session!r}, which "
+                    f"has its reply (GET /v1/sessions/NAME/turns?after={number - 1})",
+                    turn=number,
+                )
+        self.extra = replace(self.extra, notes={**self.extra.notes, _KEY: digest})
