@@ -6,20 +6,27 @@ import hashlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from perdure.chat.message import Message
 from perdure.errors import TurnKeptError
 from perdure.sessions.fold import TurnStream
 from perdure.sessions.history import History
-
-if TYPE_CHECKING:
-    from perdure.sessions.session import Session
+from perdure.sessions.info import SessionInfo
 
 _KEY = "idempotency_key"
 """Among the settings of a turn: the digest of the key of its request."""
 _REMEMBERED = 16
 """Turns from the last on whose keys are looked at: a request is sent again soon, or not at all."""
+
+
+class Follower(Protocol):
+    """A session that goes on with a turn of another: `Session` is the only one."""
+
+    @property
+    def info(self) -> SessionInfo: ...
+    def _wait_for(self, pending: PendingTurn) -> None: ...
+    def _follow(self, history: History, pending: PendingTurn) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +37,7 @@ class TurnExtra:
     """Said before all of the history, for this turn alone."""
     notes: Mapping[str, Any] = field(default_factory=dict)
     """Written down with the turn's settings, as they are when it is kept."""
-    follower: Session | None = None
+    follower: Follower | None = None
     """A session that stands where this one does, and is to go on with the same turn."""
     date: str | None = None
     """What the template is told where the history has no date; None for the clock's."""
