@@ -36,10 +36,11 @@ from perdure.engine.context import Context
 from perdure.engine.contract import ContextKeywords, LoadingKeywords, Tokenizer, Tokens
 from perdure.engine.kv_loss import check_kv_type
 from perdure.engine.model import Model
-from perdure.engine.registry import open_model
+from perdure.engine.registry import engine_for, open_model
 from perdure.engine.tuning import tuned
 from perdure.errors import InvalidInputError, StoreError
 from perdure.events.hub import EventHub
+from perdure.models.card import ASSISTANTS
 from perdure.request_options import Sampling
 
 log = logging.getLogger("perdure.engine")
@@ -53,10 +54,15 @@ _ALIKE = ("threads", "flash", "rope_freq_base", "rope_freq_scale")
 
 
 def _opened(
-    model: Model, n_ctx: int, slots: int, swap_slots: int | None, context: ContextKeywords
+    model: Model,
+    n_ctx: int,
+    slots: int,
+    swap_slots: int | None,
+    context: ContextKeywords,
+    assistant: Model | None,
 ) -> tuple[Context, int]:
     """A context of so many slots and swap slots, and how many of these there are: unless it is said, a few
-    where the cache is on a device that has ample room for them."""
+    where the cache is on a device that has ample room for them. An assistant guesses for it."""
     if swap_slots is None:
         swap_slots = _SWAP_SLOTS if model.spare_sequences(n_ctx, **context) >= _SWAP_SLOTS else 0
     if swap_slots and context.get("shared"):
@@ -64,7 +70,8 @@ def _opened(
             "swap_slots have cells of their own, and shared is one pool for all: leave one of the two out"
         )
     n_seq = slots + swap_slots if swap_slots and is_whole(slots) else slots
-    return model.context(n_ctx=n_ctx, n_seq=n_seq, **context), swap_slots
+    guessing = {} if assistant is None else {"assistant": assistant}
+    return model.context(n_ctx=n_ctx, n_seq=n_seq, **context, **guessing), swap_slots
 
 
 class BackendKeywords(ContextKeywords, total=False):
@@ -206,13 +213,21 @@ class LocalBackend:
             )
             log.info("%d tokens for each of %d requests at once fit beside the model", n_ctx, slots)
         with ExitStack() as undo:
-            self.context, swap_slots = _opened(model, n_ctx, slots, swap_slots if budget else 0, context)
+            assistant = _assistant(draft, model) if draft is not None and drafters is None else None
+            try:
+                self.context, swap_slots = _opened(
+                    model, n_ctx, slots, swap_slots if budget else 0, context, assistant
+                )
+            finally:
+                if assistant is not None and assistant is not draft:
+                    # The context keeps what it needs of it.
+                    assistant.close()
             undo.callback(self.context.close)
             if drafters is None:
                 drafters = [NgramDrafter()]
                 if self.context.capabilities.guesses:
                     drafters.append(NextTokenDrafter(self.context))
-                if draft is not None:
+                if draft is not None and assistant is None:
                     drafters.append(_draft_model(draft, self, context.get("threads")))
                     undo.callback(drafters[-1].close)
             if self.adapters.always != PLAIN:
@@ -363,6 +378,28 @@ def _disk_tiers(
         log.warning("the other blocks of this model cannot be read: %s", error)
         archive = None
     return [disk] if archive is None else [disk, archive]
+
+
+def _assistant(draft: str | Model, model: Model) -> Model | None:
+    """The model that is to guess for `model`, if it reads the hidden states of that one."""
+    if not isinstance(draft, str):
+        if draft.info.architecture not in ASSISTANTS:
+            return None
+        assistant = draft
+    else:
+        engine = engine_for(draft)
+        file = engine.fetch(draft)
+        if not engine.is_assistant(file):
+            return None
+        # It reads the caches of the model, and is where these are. It has none: it needs room for no token.
+        place: LoadingKeywords = {} if getattr(model, "gpu_layers", 0) else {"gpu_layers": 0}
+        assistant = engine.open(file, cells=0, **place)
+    with ExitStack() as undo:
+        if assistant is not draft:
+            undo.callback(assistant.close)
+        check_vocabulary(model, assistant)
+        undo.pop_all()
+    return assistant
 
 
 def _draft_model(draft: str | Model, backend: LocalBackend, threads: int | None) -> Drafter:

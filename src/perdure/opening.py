@@ -212,8 +212,8 @@ def open(  # noqa: A001
     model is measured once, and one that costs much is refused unless `force_kv`.
     `adapters` are LoRAs and control vectors, files with their scales, for every reply that names no others;
     `adapter_names` are files by the names that replies may use besides. `draft` guesses ahead for replies
-    with `speculate`: a smaller model of the same vocabulary, a file or a name, or "mtp" for the model's own
-    next-token layers. None is the default of whoever it is for.
+    with `speculate`: a smaller model of the same vocabulary or the model's assistant (Gemma 4), a file or a
+    name, or "mtp" for the model's own next-token layers. None is the default of whoever it is for.
     """
     # Before a model is fetched and loaded for nothing.
     refuse_unknown(unknown, open)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from . import attention, brief, experts, next_token, recurrent, wide
+from . import assistant, attention, brief, experts, next_token, recurrent, wide
 from .recipe import Adapter, ControlVector, MemoryKind, Recipe
 
 __all__ = ["EXTRAS", "ZOO", "Adapter", "ControlVector", "MemoryKind", "Recipe", "digest", "names", "write"]
@@ -40,6 +40,20 @@ EXTRAS: dict[str, Recipe | Adapter | ControlVector] = {
     ),
     "deepseek2-mtp": Recipe(
         name="deepseek2-mtp", architecture="deepseek2", memory="full", fill=next_token.deepseek2
+    ),
+    "gemma4": Recipe(
+        name="gemma4",
+        architecture="gemma4",
+        memory="sliding",
+        window=assistant.WINDOW,
+        fill=assistant.gemma4,
+    ),
+    "gemma4-assistant": Recipe(
+        name="gemma4-assistant",
+        architecture="gemma4-assistant",
+        memory="sliding",
+        window=assistant.WINDOW,
+        fill=assistant.gemma4_assistant,
     ),
     "llama-brief": Recipe(name="llama-brief", architecture="llama", memory="full", fill=brief.llama),
     "llama-lora": Adapter(

@@ -61,11 +61,11 @@ def attend(
         sheet.vector(f"{block}.attn_k_norm.weight", HEAD)
 
 
-def feed_forward(sheet: Sheet, block: str) -> None:
-    sheet.vector(f"{block}.ffn_norm.weight", WIDTH)
-    sheet.matrix(f"{block}.ffn_gate.weight", FEED_FORWARD, WIDTH)
-    sheet.matrix(f"{block}.ffn_up.weight", FEED_FORWARD, WIDTH)
-    sheet.matrix(f"{block}.ffn_down.weight", WIDTH, FEED_FORWARD)
+def feed_forward(sheet: Sheet, block: str, *, width: int = WIDTH) -> None:
+    sheet.vector(f"{block}.ffn_norm.weight", width)
+    sheet.matrix(f"{block}.ffn_gate.weight", FEED_FORWARD, width)
+    sheet.matrix(f"{block}.ffn_up.weight", FEED_FORWARD, width)
+    sheet.matrix(f"{block}.ffn_down.weight", width, FEED_FORWARD)
 
 
 LLAMA_LAYERS = 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,7 @@ class Sheet:
         self._model = model
         self._architecture = architecture
 
-    def set(self, **keys: int | float | bool | list[int]) -> None:
+    def set(self, **keys: int | float | bool | Sequence[int]) -> None:
         """Hyperparameters of the architecture; `__` in a name stands for the dot in the key."""
         for name, value in keys.items():
             key = f"{self._architecture}.{name.replace('__', '.')}"

@@ -100,6 +100,10 @@ class Engine:
         """What a server calls the model that `fetch` returned, unless it is told otherwise."""
         return source
 
+    def is_assistant(self, source: str) -> bool:
+        """Whether what `fetch` returned reads hidden states of another model, and can only guess for that."""
+        return False
+
     def is_same(self, source: Source, path: str | None, digest: str) -> bool:
         """Whether `source` is the model at `path`, or the one with that digest. It must not fetch."""
         return path is None

@@ -73,6 +73,8 @@ SLIDING: dict[str, int] = {
 }
 # Hybrids whose attention layers are every n-th one, where the metadata does not say.
 _ATTENTION_INTERVAL = {"qwen3next": 4, "qwen35": 4, "qwen35moe": 4, "qwen4exp": 4}
+ASSISTANTS = {"gemma4-assistant": "gemma4"}
+"""Drafters that read hidden states, keys and values of another model, and the architecture of that one."""
 # Architectures whose later layers read the cells of the first ones.
 _LAYERS_WITH_CELLS = {"gemma3n": 20}
 _BYTES_F16 = 2

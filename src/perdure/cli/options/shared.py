@@ -227,8 +227,8 @@ DraftModel = Annotated[
     typer.Option(
         "--draft",
         metavar="MODEL|mtp",
-        help="What guesses ahead, for replies with --speculate: a smaller model of the same vocabulary, or "
-        "mtp for the model's own next-token layers.",
+        help="What guesses ahead, for replies with --speculate: a smaller model of the same vocabulary, "
+        "the model's assistant (Gemma 4), or mtp for its own next-token layers.",
         rich_help_panel=_Engine,
     ),
 ]

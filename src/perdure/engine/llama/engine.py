@@ -16,7 +16,7 @@ from perdure.engine.tuning import recall_place
 from perdure.errors import ModelError
 from perdure.identity import content_digest
 from perdure.models import other_programs
-from perdure.models.card import Card
+from perdure.models.card import ASSISTANTS, Card
 from perdure.models.fit import Room, Sizes, Wanted, propose
 from perdure.models.local_models import locate
 from perdure.models.registry import DEFAULT
@@ -70,6 +70,9 @@ class LlamaEngine(Engine):
     def label(self, source: str) -> str:
         # A blob of Ollama's has its digest for a name.
         return other_programs.name_of(Path(source)) or Path(source).stem
+
+    def is_assistant(self, source: str) -> bool:
+        return models.read_header(source).text("general.architecture") in ASSISTANTS
 
     def is_same(self, source: Source, path: str | None, digest: str) -> bool:
         name = source or settings().model

@@ -30,8 +30,9 @@ from perdure.engine.contract import (
 from perdure.engine.embedder import CHUNK, Embedder, Pooling
 from perdure.engine.key_values import Rope
 from perdure.engine.llama.adapters import ControlVector, LlamaAdapter
+from perdure.engine.llama.assistant import AssistantCore, check_assistant, refuse_drafter
 from perdure.engine.llama.cache_size import TYPES, CacheSize
-from perdure.engine.llama.core import SCORE_POOLING, LlamaCore
+from perdure.engine.llama.core import SCORE_POOLING, CoreKeywords, LlamaCore
 from perdure.engine.llama.first_steps import StepTime, translate
 from perdure.engine.llama.inspection.kv_numbers import rope_of
 from perdure.engine.llama.inspection.tracer import check_size, traced
@@ -66,7 +67,7 @@ from perdure.errors import (
 from perdure.identity import Identity, content_digest, file_version
 from perdure.memory import FullAttention, Hybrid, MemorySpec, Recurrent, SlidingWindow
 from perdure.models.adapter_file import read_adapter
-from perdure.models.card import part_names
+from perdure.models.card import ASSISTANTS, part_names
 from perdure.models.fit import N_BATCH, ROWS, Setup, Sizes
 from perdure.models.header import FILE_TYPES, Tensor
 from perdure.options import refuse_unknown
@@ -116,6 +117,9 @@ class Model(FileModel):
         self.path: Path = models.path(source)
         header = models.read_header(self.path)
         check_header(header)
+        architecture = header.text("general.architecture")
+        if architecture not in ASSISTANTS:
+            refuse_drafter(self.path.name, architecture)
         self._files = [self.path.with_name(name) for name in part_names(self.path.name)]
         self._versions = [_version(file) for file in self._files]
         lib = library.load()
@@ -197,7 +201,7 @@ class Model(FileModel):
         """Have the driver translate what it must, and say how much slower it is that layers did not fit."""
         plan = self._offload
         measured = None
-        if plan.layers and weights.causal:
+        if plan.layers and weights.causal and self.info.architecture not in ASSISTANTS:
             params = _params(self._threads(None), True, 0.0, 0.0)
             params.offload_kqv = self._kv_offload
             if library.loaded().translated:
@@ -343,15 +347,18 @@ class Model(FileModel):
         rope_freq_base: float = 0.0,
         rope_freq_scale: float = 0.0,
         mtp: bool = False,
+        assistant: Model | None = None,
         **unknown: Never,
     ) -> Context:
         """A context of `n_seq` sequences that hold `n_ctx` tokens each.
 
         With `shared` they use one pool of cells, so that forks cost nothing but depend in the last bits
         on where their cells lie; else each has a stream of its own and is exact. With `mtp` the model's
-        next-token layers read along, and guess (`Context.guess`).
+        next-token layers read along, and guess (`Context.guess`). An `assistant` is a drafter that
+        guesses from this model's hidden states.
         """
         refuse_unknown(unknown, self.context)
+        refuse_drafter(self.path.name, self.info.architecture)
         weights = self._open()
         check_whole("n_seq", n_seq, 1, MAX_SEQUENCES)
         check_whole("n_ctx", n_ctx, 1, (1 << 31) // n_seq - 256)
@@ -380,14 +387,18 @@ class Model(FileModel):
             raise InvalidInputError("this model was loaded without its next-token layers: Model(…, mtp=True)")
         if mtp:
             check_next_token(weights, self._memory, self.path.name, self._tensors)
-        core = (NextTokenCore if mtp else LlamaCore)(
-            weights,
-            params,
-            self._memory,
+        known = CoreKeywords(
             causal=weights.causal,
             largest_state=largest,
             rope=lambda: self._rope(rope_freq_base, rope_freq_scale),
         )
+        core: NextTokenCore | LlamaCore
+        if assistant is not None:
+            drafter = assistant._open()
+            check_assistant(models.read_header(self.path), models.read_header(assistant.path), mtp=mtp)
+            core = AssistantCore(weights, params, self._memory, assistant=drafter, **known)
+        else:
+            core = (NextTokenCore if mtp else LlamaCore)(weights, params, self._memory, **known)
         memory = dataclasses.replace(self._memory, keeps_window=swa_full)
         streams = 1 if shared else n_seq
         engine = library.loaded()
@@ -420,7 +431,7 @@ class Model(FileModel):
                 max_outputs=params.n_outputs_max,
                 threads=params.n_threads,
                 asynchronous=self._offload.layers > 0,
-                guesses=mtp,
+                guesses=mtp or assistant is not None,
             ),
             identity=identity,
             n_ctx=n_ctx,

@@ -9,7 +9,6 @@ or cut has both parts. What the layers hold changes guesses, and no reply.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Unpack
 
@@ -18,16 +17,13 @@ from numpy.typing import NDArray
 
 from perdure.engine.contract import Adapter, Batch, BatchPart, Capture, Floats, Outcome, TokenRows
 from perdure.engine.key_values import Rope
-from perdure.engine.llama.core import CoreKeywords, LlamaCore
+from perdure.engine.llama.core import CoreKeywords
+from perdure.engine.llama.hidden_states import LastStep, Recent, StatesCore
 from perdure.engine.llama.native import library
 from perdure.engine.llama.weights import Weights
 from perdure.errors import EngineError, InvalidInputError
 from perdure.memory import FullAttention, MemorySpec
 
-_LAYERS = 1
-"""The library's number for a context of the next-token layers alone."""
-_RECENT = 64
-"""Hidden states of a sequence that are kept: the last tokens may be cut back by fewer."""
 _UNREAD = 32
 """Tokens that the layers leave for later, at most."""
 _SIZE = 8
@@ -75,93 +71,6 @@ def check_next_token(weights: Weights, memory: MemorySpec, name: str, tensors: C
         )
 
 
-def _hidden_at(address: int | None, width: int) -> Floats:
-    """A hidden state over engine memory."""
-    assert address
-    return np.frombuffer(memoryview((ctypes.c_float * width).from_address(address)), np.float32)
-
-
-class _LayerCore(LlamaCore):
-    """The next-token layers alone: each token goes in with a hidden state."""
-
-    def __init__(self, weights: Weights, params: Any) -> None:
-        super().__init__(weights, params, FullAttention(), causal=True)
-        self._inputs = self.inputs = np.zeros((params.n_batch, self.width), np.float32)
-        """The hidden states for the next step, one a token."""
-        self._hidden_address = self._lib.quick("llama_get_embeddings_nextn_ith")
-        self._lib.llama_set_embeddings_nextn(self._context, True, True)
-
-    def hidden_behind(self, index: int) -> Floats:
-        """The hidden state behind a token of the last step whose row was asked for."""
-        return _hidden_at(self._hidden_address(self._context, index), self.width)
-
-
-class _ModelCore(LlamaCore):
-    """The model, which gives out a hidden state for each token."""
-
-    def __init__(
-        self, weights: Weights, params: Any, memory: MemorySpec, **options: Unpack[CoreKeywords]
-    ) -> None:
-        super().__init__(weights, params, memory, **options)
-        self._hidden_address = self._lib.quick("llama_get_embeddings_nextn_ith")
-        self._lib.llama_set_embeddings_nextn(self._context, True, False)
-
-    def hidden_states(self, count: int) -> Floats:
-        """Those of all tokens of the last step, over engine memory: there is a row for each, in their order.
-        The next step overwrites them."""
-        self.synchronize()
-        first = self._hidden_address(self._context, 0)
-        return _hidden_at(first, count * self.width).reshape(count, self.width)
-
-    def open_layers(self, weights: Weights, params: Any) -> _LayerCore:
-        """The next-token layers for this context."""
-        params.ctx_type, params.ctx_other = _LAYERS, self._context
-        return _LayerCore(weights, params)
-
-
-class _Recent:
-    """The last tokens of a sequence and the hidden states behind them, by position."""
-
-    def __init__(self, width: int) -> None:
-        self._tokens = np.empty(2 * _RECENT, np.int32)
-        self._states = np.empty((2 * _RECENT, width), np.float32)
-        self._first = 0
-        """The position of the first one."""
-        self._count = 0
-
-    def state_before(self, position: int) -> Floats | None:
-        """The hidden state behind the token before a position; None where it is not there."""
-        place = position - 1 - self._first
-        return self._states[place] if 0 <= place < self._count else None
-
-    def last(self, count: int, end: int) -> tuple[NDArray[np.int32], Floats]:
-        """At most `count` tokens before the position `end`, and what goes in beside each: the hidden state
-        behind the token before it."""
-        stop = end - self._first
-        start = max(1, stop - count)
-        return self._tokens[start:stop], self._states[start - 1 : stop - 1]
-
-    def add(self, position: int, tokens: NDArray[np.int32], states: Floats) -> None:
-        """Those from a position on; what was there is dropped."""
-        kept = position - self._first
-        skipped = max(0, len(states) - _RECENT)
-        if skipped or not 0 <= kept <= self._count:
-            position, tokens, states, kept = position + skipped, tokens[skipped:], states[skipped:], 0
-        if kept + len(states) > len(self._states):
-            # Now and then the last ones move to the front.
-            for each in (self._tokens, self._states):
-                each[:_RECENT] = each[kept - _RECENT : kept]
-            kept = _RECENT
-        end = kept + len(states)
-        self._tokens[kept:end], self._states[kept:end] = tokens, states
-        self._first, self._count = position - kept, end
-
-    def copy(self) -> _Recent:
-        other = _Recent(self._states.shape[1])
-        other.add(self._first, self._tokens[: self._count], self._states[: self._count])
-        return other
-
-
 class _Unread:
     """Tokens of a sequence that the layers have still to read, from a position on, and what goes in beside
     them."""
@@ -199,9 +108,9 @@ class NextTokenCore:
     def __init__(
         self, weights: Weights, params: Any, memory: MemorySpec, **options: Unpack[CoreKeywords]
     ) -> None:
-        self.model = _ModelCore(weights, params, memory, **options)
+        self.model = StatesCore(weights, params, memory, **options)
         try:
-            self.layers = self.model.open_layers(weights, params)
+            self.layers = self.model.open_draft(weights, params, FullAttention())
         except BaseException:
             self.model.close()
             raise
@@ -209,11 +118,10 @@ class NextTokenCore:
         self.width = self.model.width
         self.n_ctx_seq = self.model.n_ctx_seq
         self._batch = Batch(params.n_batch)
-        self._last = Batch(params.n_batch)
-        """The last step of the model, if its hidden states are still there."""
+        self._last = LastStep(params.n_batch)
         self._most = min(_UNREAD, params.n_batch - 1)
         self._unread: dict[int, _Unread] = {}
-        self._recent: dict[int, _Recent] = {}
+        self._recent: dict[int, Recent] = {}
 
     # Computing.
 
@@ -224,32 +132,22 @@ class NextTokenCore:
                 self._catch_up(seq)
         outcome = self.model.decode(batch)
         if outcome is Outcome.DONE:
-            # A device may be at it still: nobody waits for it here.
-            self._last.size = size = batch.size
-            self._last.tokens[:size] = batch.tokens[:size]
-            self._last.positions[:size] = batch.positions[:size]
-            self._last.seqs[:size] = batch.seqs[:size]
+            self._last.note(batch)
         return outcome
 
     def _take_states(self) -> None:
         """Take the hidden states of the last step, which the next one overwrites."""
-        batch, size = self._last, self._last.size
-        if not size:
-            return
-        states = self.model.hidden_states(size)
-        starts = [0, *(np.flatnonzero(np.diff(batch.seqs[:size])) + 1).tolist()]
-        for start, end in zip(starts, [*starts[1:], size], strict=True):
-            seq, position = int(batch.seqs[start]), int(batch.positions[start])
+        for seq, position, tokens, states in self._last.parts(self.model):
             if seq not in self._recent:
-                self._recent[seq] = _Recent(self.width)
-            tokens, before = batch.tokens[start:end], self._recent[seq].state_before(position)
-            inputs = np.empty((end - start, self.width), np.float32)
+                self._recent[seq] = Recent(self.width)
+            before = self._recent[seq].state_before(position)
+            inputs = np.empty((len(tokens), self.width), np.float32)
             inputs[0] = 0 if before is None else before
-            inputs[1:] = states[start : end - 1]
-            self._recent[seq].add(position, tokens, states[start:end])
+            inputs[1:] = states[:-1]
+            self._recent[seq].add(position, tokens, states)
             self._unread.setdefault(seq, _Unread(position)).add(position, tokens, inputs)
         # Last: a Ctrl-C may have come before, and then all of it is taken again.
-        batch.size = 0
+        self._last.forget()
 
     def _read(self, seq: int) -> Outcome:
         """Have the layers read what they have not of `seq`."""
@@ -328,7 +226,8 @@ class NextTokenCore:
                 self.layers.remove(seq, again.start)
 
     def adapt(self, adapters: Mapping[Adapter, float]) -> bool:
-        for seq in {*self._unread, *self._last.seqs[: self._last.size].tolist()}:
+        self._take_states()
+        for seq in list(self._unread):
             self._catch_up(seq)
         return self.model.adapt(adapters) and self.layers.adapt(adapters)
 
@@ -363,7 +262,7 @@ class NextTokenCore:
             self._recent[dst] = self._recent[src].copy()
 
     def clear(self) -> None:
-        self._last.size = 0
+        self._last.forget()
         self.model.clear()
         self.layers.clear()
         self._unread.clear()

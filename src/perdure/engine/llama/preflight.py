@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from perdure.errors import ModelFileError
 from perdure.models import Header, Strings
 
@@ -24,9 +26,30 @@ def check_header(header: Header) -> None:
     head = header.integer(f"{architecture}.attention.key_length") or turned
     if turned % 2 or turned > head:
         raise ModelFileError(f"{name} is damaged: it rotates {turned} of the {head} values of a head")
+    guessing = header.integer(f"{architecture}.nextn_predict_layers")
+    if architecture == "gemma4-assistant" and guessing != layers:
+        raise ModelFileError(f"{name} is damaged: not all of its {layers} layers are said to guess")
+    if architecture == "gemma4":
+        _check_shared_caches(header, layers or 0)
     tokens = header.metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, Strings) and (twice := _repeated(tokens)):
         raise ModelFileError(f"{name} is damaged: its vocabulary has {twice!r} twice")
+
+
+def _check_shared_caches(header: Header, layers: int) -> None:
+    """Gemma 4's last layers read the cache of the last layer before them that is of their kind, with a window
+    or without: the library takes it for granted that one of the last two is."""
+    windows = header.metadata.get("gemma4.attention.sliding_window_pattern")
+    shared = header.integer("gemma4.attention.shared_kv_layers") or 0
+    if not isinstance(windows, np.ndarray) or len(windows) != layers or not shared:
+        return
+    own = layers - shared
+    kinds = {bool(windowed) for windowed in windows[max(0, own) :]}
+    if own < 2 or any(bool(windows[own - 2 if windowed else own - 1]) is not windowed for windowed in kinds):
+        raise ModelFileError(
+            f"{header.path.name} is damaged: its last {shared} layers read caches of layers that are not of "
+            "their kind"
+        )
 
 
 def rope_limit(header: Header) -> int | None:
