@@ -13,9 +13,9 @@ from inside import core_of
 from perdure import Context
 from perdure.engine.contract import Core, Outcome
 from perdure.engine.llama.core import LlamaCore
+from perdure.engine.llama.guessing.next_token import NextTokenCore
 from perdure.engine.llama.native import library
 from perdure.engine.llama.native.declarations import AbortCallback
-from perdure.engine.llama.next_token import NextTokenCore
 from perdure.testing.toy import ToyCore
 
 

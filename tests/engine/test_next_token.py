@@ -13,7 +13,7 @@ from inside import core_of
 from perdure import Context, Model
 from perdure.engine.context import Feed
 from perdure.engine.contract import Floats
-from perdure.engine.llama.next_token import NextTokenCore
+from perdure.engine.llama.guessing.next_token import NextTokenCore
 from perdure.errors import IncompatibleStateError, InvalidInputError, RowError
 
 NAME = "deepseek2-mtp"

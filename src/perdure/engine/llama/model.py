@@ -30,14 +30,14 @@ from perdure.engine.contract import (
 from perdure.engine.embedder import CHUNK, Embedder, Pooling
 from perdure.engine.key_values import Rope
 from perdure.engine.llama.adapters import ControlVector, LlamaAdapter
-from perdure.engine.llama.assistant import AssistantCore, check_assistant, refuse_drafter
 from perdure.engine.llama.cache_size import TYPES, CacheSize
 from perdure.engine.llama.core import SCORE_POOLING, CoreKeywords, LlamaCore
 from perdure.engine.llama.first_steps import StepTime, translate
+from perdure.engine.llama.guessing.assistant import AssistantCore, check_assistant, refuse_drafter
+from perdure.engine.llama.guessing.next_token import NextTokenCore, check_next_token
 from perdure.engine.llama.inspection.kv_numbers import rope_of
 from perdure.engine.llama.inspection.tracer import check_size, traced
 from perdure.engine.llama.native import library
-from perdure.engine.llama.next_token import NextTokenCore, check_next_token
 from perdure.engine.llama.offload import (
     CPU_ONLY,
     CpuExperts,

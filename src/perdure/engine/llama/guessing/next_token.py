@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from perdure.engine.contract import Adapter, Batch, BatchPart, Capture, Floats, Outcome, TokenRows
 from perdure.engine.key_values import Rope
 from perdure.engine.llama.core import CoreKeywords
-from perdure.engine.llama.hidden_states import LastStep, Recent, StatesCore
+from perdure.engine.llama.guessing.hidden_states import LastStep, Recent, StatesCore
 from perdure.engine.llama.native import library
 from perdure.engine.llama.weights import Weights
 from perdure.errors import EngineError, InvalidInputError

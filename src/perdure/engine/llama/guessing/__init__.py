@@ -1,0 +1,1 @@
+"""Cores that guess: next-token layers of a model (MTP), and drafters that read its hidden states."""
