@@ -127,7 +127,7 @@ def overhead(run: Run) -> Iterator[Figure]:
 
 
 def direct_write(run: Run) -> Iterator[Figure]:
-    """The fast path of an event (`server/core/direct_write.py`), against uvicorn's own way: what the server
+    """The fast path of an event (`server/direct_write.py`), against uvicorn's own way: what the server
     computes for an event of 64 streams at once. The toy engine writes thousands of tokens a second, as a GPU
     does, so a server that computes more is a server that writes less."""
     clients, count, repeats = 64, *run.pick((200, 9), (100, 3))

@@ -52,7 +52,7 @@ LAYERS = (
 )
 
 INSIDE: dict[str, tuple[str, ...]] = {
-    "server": ("core", "protocols", "api", "app", "http_server"),
+    "server": ("core", "protocols", "api", "app", "direct_write", "http_server"),
     "cache": (
         "block",
         "prefix_search",

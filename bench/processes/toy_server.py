@@ -13,7 +13,7 @@ from unittest import mock
 
 import perdure
 from bench.child import serve
-from perdure.server.core import direct_write
+from perdure.server import direct_write
 from perdure.server.core.app_state import AppState
 from perdure.server.http_server import HttpServer, address, bind
 from perdure.testing.toy import ToyModel

@@ -19,7 +19,7 @@ import perdure
 import zoo
 from perdure import InvalidInputError, Model, OutOfMemoryError, models, system
 from perdure.models.download import Remote, RemoteBytes, web
-from perdure.models.fit import Fit, Room, Setup, Sizes, Wanted, judge, propose
+from perdure.models.fit import Fit, Room, Setup, Sizes, Wanted, judge, propose, rearranged_types
 from serving import Page, put_repo, site
 
 GIB = 1 << 30
@@ -81,6 +81,21 @@ def test_t3_a_wrong_prediction_is_caught() -> None:
 @pytest.mark.model
 def test_t3_the_default_model_takes_what_is_predicted() -> None:
     assert compare(models.path(), Setup(n_ctx=4096, slots=2, k_type="q8_0")).ok
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_twice"),
+    [({"amx_int8", "avx2"}, True), ({"asimddp", "asimd"}, True), ({"avx2"}, False), (set(), False)],
+)
+def test_a_table_that_is_also_the_output_is_there_twice_where_the_cpu_rearranges_it(
+    flags: set[str], is_twice: bool
+) -> None:
+    """Once to look tokens up, once to compute logits with."""
+    assert ("Q8_0" in rearranged_types(frozenset(flags))) == is_twice
+    sizes = dataclasses.replace(DENSE, copied=GIB // 4)
+    assert sizes.machine(Setup()).weights == DENSE.machine(Setup()).weights + GIB // 4
+    on_device = Setup(gpu_layers=17)
+    assert sizes.machine(on_device).weights == DENSE.machine(on_device).weights
 
 
 def test_weights_are_those_of_the_file(zoo_path: Callable[[str], Path]) -> None:

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Message
 
-from perdure.server.core.direct_write import AnswerTransport
 from perdure.server.core.follow import EventResponse, Sink
 from perdure.server.core.protocol import SSE, Event, Events, EventTemplate, event
 from perdure.server.core.settings import Limits
+from perdure.server.direct_write import AnswerTransport
 from perdure.server.http_server import bind
 from perdure.testing.toy import ToyModel
 from server.live_server import PATIENCE, check_freed, hello, live_server, opened, raw

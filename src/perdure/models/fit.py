@@ -13,11 +13,13 @@ against what it really takes.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypedDict
 
+from perdure import system
 from perdure.config import N_CTX
 from perdure.models.card import Facts, card_of
 from perdure.models.header import Header
@@ -43,6 +45,15 @@ SPARE = 0.1
 """Of what is free, this share is left to others; a model that needs some of it is `tight`."""
 _PAD = 256
 """A sequence's cells come in multiples of this."""
+_READ_UP_TO = 512 << 20
+"""Bytes of weights that are read. In large pages a step takes 1 to 2% less time than over the pages of a
+file, but to read more would hold up the start for too long."""
+_REARRANGED = (
+    ("amx_int8", frozenset({"Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"})),
+    ("asimddp", frozenset({"Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"})),
+    ("avx2", frozenset({"Q4_0", "Q4_K", "IQ4_NL"})),
+)
+"""What a processor must be able to do, and the types that the engine then rearranges for its kernels."""
 _LAYER = re.compile(r"blk\.(\d+)\.")
 _EXPERTS = re.compile(r"blk\.\d+\.ffn_\w+_exps")
 _RECURRENT = re.compile(r"blk\.\d+\.(ssm_|time_mix|shortconv)")
@@ -53,6 +64,23 @@ def judge(needed: float, free: float) -> FitLevel:
     if needed <= free * (1 - SPARE):
         return "fits"
     return "tight" if needed <= free else "not"
+
+
+def is_read(size: int) -> bool:
+    """Whether weights of so many bytes are read: where that costs little time and memory, and pays. Others
+    are mapped."""
+    room = system.available_memory()
+    return room is not None and size <= min(_READ_UP_TO, room // 4) and system.has_large_pages()
+
+
+def rearranged_types(flags: frozenset[str]) -> frozenset[str]:
+    """The types of tensors that the engine rearranges on a processor with these flags."""
+    return next((types for flag, types in _REARRANGED if flag in flags), frozenset())
+
+
+@functools.cache
+def _rearranged_here() -> frozenset[str]:
+    return rearranged_types(system.cpu_flags())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +127,9 @@ class Sizes:
     """Bytes of what is computed after the last layer, that table aside."""
     tied: bool
     """Whether the model writes with the table it reads with: a device then has a copy of it."""
+    copied: int = 0
+    """Bytes of a copy of that table for the CPU: tokens are looked up in the one, and logits are computed
+    with the other, which is rearranged. A table that is mapped stays in its file."""
     cache: tuple[tuple[int, int], ...]
     """Values of K and of V that a token adds to each layer."""
     states: tuple[int, ...]
@@ -130,9 +161,10 @@ class Sizes:
         if not 0 <= count <= sum(len(header.tensors) for header in headers):
             count = 0
         layers, experts, recurrent = [0] * count, [0] * count, [False] * count
-        embedding = output = 0
+        embedding = output = copied = 0
         tensors = [tensor for header in headers for tensor in header.tensors]
         tied = not any(tensor.name == "output.weight" for tensor in tensors)
+        read = tied and is_read(sum(tensor.size for tensor in tensors))
         for tensor in tensors:
             match = _LAYER.match(tensor.name)
             if match and int(match[1]) < count:
@@ -141,6 +173,7 @@ class Sizes:
                 recurrent[at] |= _RECURRENT.match(tensor.name) is not None
             elif tensor.name.startswith("token_embd"):
                 embedding += tensor.size
+                copied += tensor.size if read and tensor.type.name in _rearranged_here() else 0
             else:
                 output += tensor.size
         state = facts.state_bytes()
@@ -151,6 +184,7 @@ class Sizes:
             embedding=embedding,
             output=output,
             tied=tied,
+            copied=copied,
             cache=tuple(facts.cache_widths(count) if card.memory.has_rows else [(0, 0)] * count),
             states=tuple(state if each else 0 for each in recurrent),
             masks=2 if card.window else 1,
@@ -193,6 +227,7 @@ class Sizes:
             experts=times(self.experts),
             embedding=round(self.embedding * ratio),
             output=round(self.output * ratio),
+            copied=round(self.copied * ratio),
         )
 
     def layer_cache(self, setup: Setup) -> list[int]:
@@ -226,7 +261,7 @@ class Sizes:
         rows = 4 * setup.slots * self.vocabulary
         if not count:
             return Need(
-                weights=weights + self.output,
+                weights=weights + self.output + self.copied,
                 cache=sum(cache),
                 compute=self.compute(setup) + rows,
             )

@@ -3,8 +3,8 @@
 core/        what every route needs; imports nothing of the others
     protocol         a protocol as a value, and the events that its streams are made of
     follow           the one consumer of a stream: events to a client, usage to its key
-    direct_write     the fast path of a token to a socket
-    app_state        the runtime, the caller, work in threads; texts that clients carry and cannot read
+    app_state        the runtime, the caller, work in threads
+    reasoning_cipher texts that clients carry and cannot read
     visit            the models that one request uses, and signs of life while it waits for them
     settings         limits, reply defaults, what can change while the server runs
     keys             API keys and their namespaces
@@ -18,6 +18,7 @@ protocols/   a folder a protocol that others defined: chat completions, Response
 api/         our own routes: sessions, memories, the cache, models, embeddings, operation, the page
 page/        the page for browsers, built from web/
 app          all of it as one ASGI application
+direct_write the fast path of a token to a socket
 http_server  the application on a socket, from its start to its end
 
 A request goes middleware → route → runtime or session; a `Follower` reads what comes of it.

@@ -28,8 +28,8 @@ from perdure import system
 from perdure.checks import never_waiting
 from perdure.errors import InvalidInputError
 from perdure.pool.backend import PooledBackend
+from perdure.server import direct_write
 from perdure.server.app import served, turned_away
-from perdure.server.core import direct_write
 from perdure.server.core.app_state import AppState
 from perdure.server.core.settings import Limits
 from perdure.worker.remote import BackendClient

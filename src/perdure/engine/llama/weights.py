@@ -16,6 +16,7 @@ from perdure.engine.llama.native.declarations import BufferOverride, ProgressCal
 from perdure.engine.llama.native.log_sink import captured_errors
 from perdure.engine.llama.offload import Offload
 from perdure.errors import ModelLoadError, OutOfMemoryError
+from perdure.models.fit import is_read
 
 _NO_MEMORY = re.compile(r"out of memory|OutOf\w*Memory|(?:unable|failed) to allocate|allocation .*failed")
 """How backends say that a device has no room."""
@@ -23,15 +24,6 @@ _MAX_DEVICES = 128
 """The library reads as many shares as it may have devices, which is fewer."""
 _READ = 0
 """How a file is loaded: read into memory, not mapped."""
-_READ_UP_TO = 512 << 20
-"""Bytes of weights that are read. In large pages a step takes 1 to 2% less time than over the pages of a
-file, but to read more would hold up the start for too long."""
-
-
-def _is_read(size: int) -> bool:
-    """Whether weights of so many bytes are read: where that costs little time and memory, and pays."""
-    room = system.available_memory()
-    return room is not None and size <= min(_READ_UP_TO, room // 4) and system.has_large_pages()
 
 
 def _experts_here(lib: Any, layers: int) -> Any:
@@ -92,7 +84,7 @@ class Weights:
             params.tensor_buft_overrides = overrides
         params.load_mtp = mtp
         params.use_extra_bufts = library.loaded().extra_buffers
-        if not offload.layers and _is_read(size):
+        if not offload.layers and is_read(size):
             params.load_mode = _READ
         pages = _Pages()
 

@@ -25,13 +25,15 @@ from perdure.chat.reply import ChatReply
 from perdure.decode.request import Reply, Usage
 from perdure.server.core.api_error import ApiError, ClientLeft, deadline, stopping, to_api_error
 from perdure.server.core.app_state import AppState, Caller
-from perdure.server.core.direct_write import WRITE
 from perdure.server.core.protocol import Ending, Event, Events, Framing, Writer, protocol_at
 from perdure.server.core.settings import Limits
 
 log = logging.getLogger("perdure.server")
 
 T = TypeVar("T")
+
+WRITE = "perdure.write"
+"""The extension of a scope that sends an event past all layers. It gives False where that cannot be."""
 
 
 # What is followed.

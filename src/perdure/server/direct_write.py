@@ -14,8 +14,7 @@ from typing import Any
 from h11._writers import ChunkedWriter
 from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 
-WRITE = "perdure.write"
-"""The extension of a scope that sends an event past all layers. It gives False where that cannot be."""
+from perdure.server.core.follow import WRITE
 
 
 def attach(cycle: RequestResponseCycle, loop: asyncio.AbstractEventLoop) -> None:
