@@ -203,7 +203,7 @@ def test_a_tool_that_must_be_called(choice: Any) -> None:
 
 def test_in_the_background_with_polling(client: openai.OpenAI) -> None:
     response = client.responses.create(model="toy", input="Why?", background=True)
-    assert response.status in ("queued", "in_progress")
+    # The toy may be done before it is answered.
     while response.status in ("queued", "in_progress"):
         response = client.responses.retrieve(response.id)
     assert response.status == "completed"

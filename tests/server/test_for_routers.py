@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import queue
 from collections.abc import Iterator
+from logging.handlers import QueueHandler
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -13,7 +16,7 @@ import perdure
 from perdure.server.core.app_state import Drain
 from perdure.server.core.keys import Key, Keys, new_key
 from perdure.testing.toy import ToyModel
-from server.live_server import LiveServer, live_server
+from server.live_server import PATIENCE, LiveServer, live_server
 
 ASK = {"model": "toy", "messages": [{"role": "user", "content": "Hello there"}], "max_tokens": 4}
 
@@ -141,14 +144,21 @@ def test_checks_that_found_all_well_are_told_to_the_log_at_debug_alone(
     server: LiveServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Routers ask every second: nobody could read what else is in the log."""
-    with server.client() as client, caplog.at_level(logging.DEBUG, logger="perdure.server"):
-        for path in ("/health", "/ready", "/v1/models"):
-            assert client.get(path).status_code == 200
-    told = [
-        (record.fields["route"], record.fields["status"], record.levelname)  # type: ignore[attr-defined]
-        for record in caplog.records
-        if record.message == "request"
-    ]
+    records: queue.Queue[logging.LogRecord] = queue.Queue()
+    log, handler = logging.getLogger("perdure.server"), QueueHandler(records)
+    log.addHandler(handler)
+    told: list[tuple[str, int, str]] = []
+    try:
+        with server.client() as client, caplog.at_level(logging.DEBUG, logger="perdure.server"):
+            for path in ("/health", "/ready", "/v1/models"):
+                assert client.get(path).status_code == 200
+            # A request is logged once it is answered.
+            while len(told) < 3:
+                record: Any = records.get(timeout=PATIENCE)
+                if record.message == "request":
+                    told.append((record.fields["route"], record.fields["status"], record.levelname))
+    finally:
+        log.removeHandler(handler)
     assert told == [
         ("/health", 200, "DEBUG"),
         ("/ready", 200, "DEBUG"),
