@@ -170,8 +170,6 @@ class Runtime(Closing):
         (show, hide or capture), `reasoning_budget`, `keep_reasoning`, `overflow` (error, drop_oldest or
         shift), `continue_final_message`, `date` and `variables` for the template.
         """
-        if settings.get("overflow") == "fold":
-            raise InvalidInputError("only a session can be folded: use rt.session(name), or drop_oldest")
         return self.chat_format.submit(messages, **settings)
 
     def count_chat(

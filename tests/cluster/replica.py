@@ -1,4 +1,9 @@
-"""A replica for tests: a server on the toy engine whose sessions are in PostgreSQL."""
+"""A replica for tests: a server on the toy engine whose sessions are in PostgreSQL.
+
+PERDURE_TEST_EXACT    it is exact
+PERDURE_TEST_DRAIN    its seconds of draining
+PERDURE_TEST_TOKENS   the tokens that its engine computes, before it hangs for ever
+"""
 
 from __future__ import annotations
 
@@ -6,18 +11,20 @@ import os
 import sys
 
 import perdure
+from decode.observed import Turnstile, toy
 from perdure.server.core.app_state import AppState
 from perdure.server.core.settings import Limits
 from perdure.server.http_server import HttpServer, bind
-from perdure.testing.toy import ToyModel
 
 
 def main() -> None:
     url, port, *blocks = sys.argv[1:]
     listening = bind("127.0.0.1", int(port))
     exact = "PERDURE_TEST_EXACT" in os.environ
+    gate = Turnstile(is_open="PERDURE_TEST_TOKENS" not in os.environ)
+    gate.admit(int(os.environ.get("PERDURE_TEST_TOKENS", 0)))
     with perdure.open(
-        ToyModel(), n_ctx=1024, slots=4, store=url, blocks=blocks or None, exact=exact
+        toy(gate=gate), n_ctx=1024, slots=4, store=url, blocks=blocks or None, exact=exact, stall=0
     ) as runtime:
         listening.listen(1024)
         limits = Limits(drain_seconds=float(os.environ.get("PERDURE_TEST_DRAIN", 0)))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,6 +15,8 @@ import pytest
 from decode.observed import Turnstile, open_toy
 from perdure.server.core import event_log
 from perdure.server.core.keys import Keys, new_key
+from perdure.server.protocols import chat_record
+from perdure.sessions.store.base import STREAM
 from server.live_server import LiveServer, check_freed, live_server
 
 PATH = "/v1/chat/completions"
@@ -150,3 +154,114 @@ def test_one_that_nobody_reads_ends_by_its_id_and_is_paid_for() -> None:
         check_freed(server.runtime)
         [day] = keys.usage.days(key).values()
         assert day.completion_tokens > 0
+
+
+# After the end of the server, from the record in the store.
+
+
+@contextmanager
+def stored(folder: Path, gate: Turnstile | None = None, **settings: Any) -> Iterator[LiveServer]:
+    """A server whose sessions are in a folder. One without a gate runs freely."""
+    keys = settings.pop("keys", None)
+    gate = gate or Turnstile(is_open=True)
+    asked: dict[str, Any] = {"n_ctx": 1024, "exact": True, **settings}
+    with open_toy(gate=gate, store=folder, **asked) as rt, live_server(rt, keys=keys) as server:
+        try:
+            yield server
+        finally:
+            gate.open()
+
+
+def records(server: LiveServer) -> list[tuple[str, str]]:
+    return server.runtime.sessions.store.expired(1e12, limit=100, kind=STREAM)
+
+
+def interrupted(folder: Path, asked: dict[str, Any], **settings: Any) -> list[tuple[int, str]]:
+    """What a client has of a stream that the end of its server interrupted."""
+    gate, heard = Turnstile(), []
+    with stored(folder, gate, **settings) as server, server.client() as client:
+        gate.admit(server.runtime.count_chat(asked["messages"]) + 10)
+        with client.stream("POST", PATH, json=asked) as response:
+            for each in numbered(response):
+                heard.append(each)
+                if len(text_of(heard)) >= 2:
+                    break
+    return heard
+
+
+def test_a_stream_that_the_end_of_the_server_interrupts_goes_on_after_its_next_start(tmp_path: Path) -> None:
+    heard = interrupted(tmp_path, RESUMABLE)
+    name = json.loads(heard[0][1])["id"]
+    bob, key = new_key("bob")
+    with stored(tmp_path, keys=Keys([key])) as server, server.client(bob) as other:
+        refused = other.get(f"{PATH}/{name}")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "stream_not_found")
+        assert len(records(server)) == 1
+    with stored(tmp_path) as server, server.client() as client:
+        rest = whole(client.get(f"{PATH}/{name}", params={"starting_after": heard[-1][0]}))
+        got = [*heard, *rest]
+        assert [number for number, _ in got] == list(range(len(got)))
+        assert rest[-1][1] == "[DONE]"
+        once = client.post(PATH, json={**ASKED, "stream": False}).json()
+        assert text_of(got) == once["choices"][0]["message"]["content"]
+        assert server.runtime.sessions.list() == [], "a record is not listed"
+
+
+def test_a_turn_that_was_kept_before_the_server_ended_is_sent_again_and_not_made_twice(
+    tmp_path: Path,
+) -> None:
+    asked = {**ASKED, "perdure": {"resumable": True, "session": "mine"}}
+    with stored(tmp_path) as server, server.client() as client:
+        events = whole(client.post(PATH, json=asked))
+    name = json.loads(events[0][1])["id"]
+    with stored(tmp_path) as server, server.client() as client:
+        rest = whole(client.get(f"{PATH}/{name}", params={"starting_after": 3}))
+        assert [number for number, _ in rest] == list(range(4, len(events)))
+        assert text_of([*events[:4], *rest]) == text_of(events)
+        assert json.loads(rest[-2][1])["perdure"]["kept"]
+        assert len(client.get("/v1/sessions/mine/turns").json()["data"]) == 1
+
+
+def test_records_go_with_their_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that was cancelled has none at its end, one that can be asked for no more soon afterwards;
+    those that a killed server has left expire."""
+    gate = Turnstile()
+    with stored(tmp_path, gate) as server, server.client() as client:
+        gate.admit(server.runtime.count_chat(ASKED["messages"]) + 10)
+        with client.stream("POST", PATH, json=RESUMABLE, headers={"x-request-id": "mine"}) as response:
+            events = numbered(response)
+            name = json.loads(next(events)[1])["id"]
+            assert [each for _, each in records(server)] == [name]
+            assert client.post("/v1/requests/mine/cancel", json={}).json()["replies"] == 1
+            gate.open()
+            list(events)
+        assert records(server) == []
+        monkeypatch.setattr(event_log, "SECONDS", 0.0)
+        whole(client.post(PATH, json=RESUMABLE))
+        while records(server):
+            time.sleep(0.01)
+    monkeypatch.undo()
+    name = json.loads(interrupted(tmp_path, RESUMABLE)[0][1])["id"]
+    with stored(tmp_path) as server, server.client() as client:
+        monkeypatch.setattr(chat_record, "SECONDS", -1000.0)
+        assert client.get(f"{PATH}/{name}").status_code == 404
+        whole(client.post(PATH, json=RESUMABLE))
+        assert name not in [each for _, each in records(server)]
+
+
+def test_a_stream_that_no_server_could_make_again_says_so(tmp_path: Path) -> None:
+    """Without `exact`, and with several samples. A server that stops has told their readers."""
+    for settings, asked, word in (
+        ({"exact": False}, RESUMABLE, "--exact"),
+        ({}, {**RESUMABLE, "n": 2}, "samples"),
+    ):
+        with stored(tmp_path, **settings) as server, server.client() as client:
+            name = json.loads(whole(client.post(PATH, json=asked))[0][1])["id"]
+        with stored(tmp_path) as server, server.client() as client:
+            refused = client.get(f"{PATH}/{name}")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (409, "stream_not_resumable")
+            assert word in refused.json()["error"]["message"]
+    heard = interrupted(tmp_path, RESUMABLE, exact=False)
+    name = json.loads(heard[0][1])["id"]
+    with stored(tmp_path) as server, server.client() as client:
+        assert client.get(f"{PATH}/{name}").status_code == 404

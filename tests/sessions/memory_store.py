@@ -29,7 +29,7 @@ from perdure.errors import (
 )
 from perdure.sessions.history import TurnPage, TurnReference
 from perdure.sessions.info import SessionInfo, SessionMemory, Tree, TreeTurn, parse_turn_id, turn_id
-from perdure.sessions.store.base import RESPONSE, NamespaceSize, Quota
+from perdure.sessions.store.base import RESPONSE, UNLISTED, NamespaceSize, Quota
 from perdure.sessions.turn import FIRST, Turn
 
 
@@ -147,16 +147,16 @@ class MemoryStore:
             return [
                 info
                 for info in found
-                if info.kind != RESPONSE
+                if info.kind not in UNLISTED
                 and (namespace is None or info.namespace == namespace)
                 and (after is None or _order(info) < _order(after))
                 and (text is None or _has(info.name, text) or self._said(info.head, text))
             ][:limit]
 
-    def expired(self, before: float, *, limit: int) -> builtins.list[tuple[str, str]]:
+    def expired(self, before: float, *, limit: int, kind: str = RESPONSE) -> builtins.list[tuple[str, str]]:
         with self._reading() as data:
             old = sorted(data.sessions.values(), key=_order)
-            found = [each for each in old if each.kind == RESPONSE and each.updated < before]
+            found = [each for each in old if each.kind == kind and each.updated < before]
             return [(each.namespace, each.name) for each in found[:limit]]
 
     def add(

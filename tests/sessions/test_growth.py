@@ -17,6 +17,7 @@ from perdure import CorruptStateError, Message
 from perdure.chat.transcript import Transcript
 from perdure.sessions import turn as turn_module
 from perdure.sessions.sessions import Sessions
+from perdure.sessions.store.base import STREAM
 from perdure.sessions.store.sql.tables import row_checksum, turn_checksum
 from perdure.sessions.store.sqlite.store import SqliteStore
 from perdure.sessions.turn import FIRST, Turn, transcript
@@ -261,6 +262,7 @@ LISTS: dict[str, tuple[str, Callable[[SqliteStore], object]]] = {
     "a later page": ("session_latest", lambda store: store.list("", limit=7, after=store.find("", "a"))),
     "of all namespaces": ("session_all", lambda store: store.list(limit=7)),
     "expired responses": ("session_response", lambda store: store.expired(1e12, limit=4)),
+    "expired streams": ("session_stream", lambda store: store.expired(1e12, limit=4, kind=STREAM)),
     "memories": ("memory_order", lambda store: store.memories("", limit=7)),
 }
 

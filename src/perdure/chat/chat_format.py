@@ -165,15 +165,23 @@ class ChatFormat:
         return len(prompt) + reply_room(settings, self.n_ctx) <= self.n_ctx
 
     def submit(
-        self, messages: Sequence[Message | Mapping[str, Any]], **asked: Unpack[ChatKeywords]
+        self,
+        messages: Sequence[Message | Mapping[str, Any]],
+        *,
+        call_ids: str = "",
+        **asked: Unpack[ChatKeywords],
     ) -> Stream[ChatDelta, ChatReply]:
-        """A reply to messages. The keywords are those of `ChatOptions` and of `Request.of`."""
-        return Stream(self._replies(messages, asked), self._backend.submit)
+        """A reply to messages. The keywords are those of `ChatOptions` and of `Request.of`; `call_ids` is as
+        in `plan`."""
+        if asked.get("overflow") == "fold":
+            raise InvalidInputError("only a session can be folded: use rt.session(name), or drop_oldest")
+        return Stream(self._replies(messages, call_ids, asked), self._backend.submit)
 
     def _replies(
-        self, messages: Sequence[Message | Mapping[str, Any]], asked: Mapping[str, Any]
+        self, messages: Sequence[Message | Mapping[str, Any]], call_ids: str, asked: Mapping[str, Any]
     ) -> StreamPlan[ChatDelta, ChatReply]:
-        return [exchange.reply for exchange in (yield from self.plan(messages, **asked))]
+        exchanges = yield from self.plan(messages, call_ids=call_ids, **asked)
+        return [exchange.reply for exchange in exchanges]
 
     def plan(
         self,
@@ -184,17 +192,19 @@ class ChatFormat:
         before: Rendering | None = None,
         silent: bool = False,
         conversation: str = "",
+        call_ids: str = "",
         **asked: Unpack[TurnKeywords],
     ) -> ExchangePlan:
         """The plan of a reply to messages, or of several: for a `Stream` on the backend of this format.
 
         `known` is a transcript that the messages may go on from, and `before` how their beginning was
         rendered. Of a `silent` reply the stream's caller gets no deltas. `conversation` tells it from others;
-        empty: by the messages that it has in common with earlier ones.
+        empty: by the messages that it has in common with earlier ones. What the ids of calls are made of is
+        in `call_ids`; empty: they are drawn.
         """
         options, settings = ChatOptions.split(asked)
         return self._for(options)._plan(
-            messages, options, settings, namespace, known, before, silent, conversation
+            messages, options, settings, namespace, known, before, silent, conversation, call_ids
         )
 
     def _plan(
@@ -207,6 +217,7 @@ class ChatFormat:
         before: Rendering | None,
         silent: bool,
         conversation: str,
+        call_ids: str,
     ) -> ExchangePlan:
         # From here on: what goes on from this request, if anything does, ends at the same instant.
         deadline = take_deadline(settings)
@@ -240,7 +251,7 @@ class ChatFormat:
         goes_on = has_budget or window is not None
         readers = [
             ReplyReader(
-                self._parser(options, prompt, tools),
+                self._parser(options, prompt, tools, f"{call_ids} {index}" if call_ids else ""),
                 index=index,
                 hides=options.reasoning == "hide",
                 silent=silent,
@@ -301,7 +312,9 @@ class ChatFormat:
             )
         return exchanges
 
-    def _parser(self, options: ChatOptions, prompt: Prompt, tools: Sequence[Tool]) -> ReplyParser:
+    def _parser(
+        self, options: ChatOptions, prompt: Prompt, tools: Sequence[Tool], call_ids: str
+    ) -> ReplyParser:
         mode: ReasoningMode = "capture" if options.reasoning == "hide" else options.reasoning
         makes_calls = options.tool_choice != "none"
         if prompt.prefill is not None:
@@ -312,9 +325,16 @@ class ChatFormat:
                 thinking=prompt.thinking,
                 goes_on=True,
                 makes_calls=makes_calls,
+                call_ids=call_ids,
             )
-        text = prompt.transcript.text
-        return ReplyParser.after(self.family, text, reasoning=mode, tools=tools, makes_calls=makes_calls)
+        return ReplyParser.after(
+            self.family,
+            prompt.transcript.text,
+            reasoning=mode,
+            tools=tools,
+            makes_calls=makes_calls,
+            call_ids=call_ids,
+        )
 
     def _transcript(self, prompt: Prompt, reply: ChatReply) -> Transcript:
         """A prompt with the reply to it."""

@@ -95,6 +95,8 @@ class Stream(Generic[D, R]):
         """Tokens that were written when the prompt at hand was asked for."""
         self.prompt_tokens = 0
         """Of the prompt that is answered, or of the summary that is written first."""
+        self.first_prompt: Sequence[int] = ()
+        """The tokens of its first request: with its settings and a seed, all that comes follows from them."""
         self.cancelled = False
         self.stopped = False
         """Whether its reader had it end, and wants what there is."""
@@ -291,6 +293,7 @@ class Stream(Generic[D, R]):
                 break
             except Exception as error:
                 request, reader = self._plan.throw(error)
+        self.first_prompt = self.first_prompt or request.prompt
         with self._changing:
             self._written_before += self.output.written
             if self._reader is None or reader is not self._reader:

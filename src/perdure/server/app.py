@@ -20,14 +20,14 @@ from perdure.server.core.middleware import OPEN, AccessLog, Auth, BodyLimits, Co
 from perdure.server.core.protocol import OPENAI
 from perdure.server.core.schemas import RequestSchema
 from perdure.server.core.visit import Visits
-from perdure.server.protocols import chat, completions, embeddings, llama_server, sglang
+from perdure.server.protocols import chat_routes, completions, embeddings, llama_server, sglang
 from perdure.server.protocols.messages import answers as messages
 from perdure.server.protocols.ollama import routes as ollama
 from perdure.server.protocols.responses import routes as responses
 from perdure.server.protocols.responses.runs import Runs
 
 PROTOCOLS = (
-    chat.PROTOCOL,
+    chat_routes.PROTOCOL,
     messages.PROTOCOL,
     responses.PROTOCOL,
     ollama.PROTOCOL,

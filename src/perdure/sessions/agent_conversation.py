@@ -119,6 +119,14 @@ def find_line(
     return FoundLine(made, list(rest), made=True)
 
 
+def said_behind(session: Session, messages: Sequence[Message]) -> list[Message] | None:
+    """What a history has behind the turns of a session; None where it does not go on from them."""
+    system, rest = _without_system(messages)
+    keys = _keys(rest)
+    common, stored = _compared(session, system, keys)
+    return _behind(rest, keys, common) if common == stored and common < len(keys) else None
+
+
 def _compared(session: Session, system: str | None, keys: Sequence[tuple[int, object]]) -> tuple[int, int]:
     """How many messages of a history a session begins with, and how many it has. With another system prompt
     it begins with none, whatever it has."""

@@ -43,6 +43,9 @@ class TurnExtra:
     """What the template is told where the history has no date; None for the clock's."""
     idempotency_key: str | None = None
     """What the request is known by that asks for the turn: a second one with the same key makes none."""
+    call_ids: str = ""
+    """What the ids of its calls are made of, so that a turn that is made again has the same; empty: they are
+    drawn."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

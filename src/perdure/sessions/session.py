@@ -163,13 +163,15 @@ class Session(SessionView):
         *,
         preamble: Sequence[Message] = (),
         turn: int | None = None,
+        call_ids: str = "",
         **settings: Unpack[TurnKeywords],
     ) -> TurnStream:
         """Queue a reply to what is said, as if it were the next turn, or the one after turn number `turn`.
-        The session stays as it is."""
+        The session stays as it is. `call_ids` is as in `TurnExtra`."""
         self._check_there()
+        asked = {**self.settings, **settings}
         return Stream(
-            self._unkept(said_messages(said), preamble, self.standing(turn), {**self.settings, **settings}),
+            self._unkept(said_messages(said), preamble, self.standing(turn), call_ids, asked),
             self._host.backend.submit,
         )
 
@@ -178,6 +180,7 @@ class Session(SessionView):
         said: Sequence[Message],
         preamble: Sequence[Message],
         history: History,
+        call_ids: str,
         settings: dict[str, Any],
     ) -> StreamPlan[ChatDelta, ChatReply]:
         exchanges = yield from self._host.chat_format.plan(
@@ -186,6 +189,7 @@ class Session(SessionView):
             known=self._usable_of(history),
             before=history.rendering,
             conversation=self._conversation,
+            call_ids=call_ids,
             **settings,
         )
         return [exchange.reply for exchange in exchanges]
@@ -556,6 +560,7 @@ class Session(SessionView):
                 known=self._usable_of(base) if fold is None else None,
                 before=base.rendering if fold is None else None,
                 conversation=self._conversation,
+                call_ids=extra.call_ids,
                 deadline=pending.deadline,
                 **settings,
             )

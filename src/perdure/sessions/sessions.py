@@ -31,7 +31,7 @@ from perdure.sessions.history import TurnReference
 from perdure.sessions.importing import ImportResult, check_settings, take_state, why_not_tokens
 from perdure.sessions.info import SessionInfo, SessionMemory, Tree, check_session_name, parse_address
 from perdure.sessions.session import Session
-from perdure.sessions.store.base import RESPONSE, SessionStore
+from perdure.sessions.store.base import RESPONSE, UNLISTED, SessionStore
 from perdure.sessions.store.registry import open_store
 from perdure.sessions.turn import Turn, portable_settings, said_messages, transcript, without_tokens
 
@@ -219,12 +219,13 @@ class Sessions(Closing):
             session.stand_at(history, saved)
             return session
 
-    def expire_responses(self, seconds: float) -> None:
-        """Delete a few of the responses that were stored longer ago than that: a few more than one, so that
-        whoever calls this with each new one keeps their number bounded at a cost that does not grow."""
+    def expire_responses(self, seconds: float, *, kind: str = RESPONSE) -> None:
+        """Delete a few of the responses that were stored longer ago than that, or of another kind that is not
+        listed: a few more than one, so that whoever calls this with each new one keeps their number bounded
+        at a cost that does not grow."""
         # A clock that was set meanwhile, ahead or right, ends nothing that is not old.
         now = min(time.time(), self._began[0] + time.monotonic() - self._began[1])
-        for namespace, name in self.store.expired(now - seconds, limit=_EXPIRED_AT_ONCE):
+        for namespace, name in self.store.expired(now - seconds, limit=_EXPIRED_AT_ONCE, kind=kind):
             # One that is damaged, or in use, must not be in the way of a new one.
             with suppress(PerdureError):
                 self.delete(name, namespace)
@@ -263,7 +264,7 @@ class Sessions(Closing):
                 export.name if name is None else name,
                 turns,
                 # A session that came in is listed, whatever it says to be.
-                kind=export.kind if export.kind != RESPONSE else "session",
+                kind=export.kind if export.kind not in UNLISTED else "session",
                 settings=settings,
                 origin={"how": "import", "session": export.name, "turn": len(turns) - 1},
             )

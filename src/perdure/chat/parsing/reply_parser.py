@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -50,9 +51,11 @@ class ReplyParser:
         thinking: bool = False,
         goes_on: bool = False,
         makes_calls: bool = True,
+        call_ids: str = "",
     ) -> None:
         """`goes_on` says that the prompt ends within what the reply is to say. Without `makes_calls`, what
-        looks like a call is text."""
+        looks like a call is text. The ids of calls that the model does not name are made of `call_ids`, so
+        that a reply that is made again has the same; empty: they are drawn."""
         check_one_of("reasoning", reasoning, get_args(ReasoningMode))
         self._scanner = family.scanner
         self._format = family.calls
@@ -79,6 +82,7 @@ class ReplyParser:
         self._calls = 0
         self._calling = False
         self._id = ""
+        self._call_ids = call_ids
         self._hidden = False
         self._quotes_calls = family.quotes_calls and reasoning == "capture"
         self._makes_calls = makes_calls or not family.calls_stand_apart
@@ -95,10 +99,17 @@ class ReplyParser:
         reasoning: ReasoningMode = "capture",
         tools: Sequence[Tool] = (),
         makes_calls: bool = True,
+        call_ids: str = "",
     ) -> ReplyParser:
         """For the reply to a prompt, which may have begun its reasoning or a call."""
-        thinking = family.opens_reasoning(prompt)
-        parser = cls(family, reasoning=reasoning, tools=tools, thinking=thinking, makes_calls=makes_calls)
+        parser = cls(
+            family,
+            reasoning=reasoning,
+            tools=tools,
+            thinking=family.opens_reasoning(prompt),
+            makes_calls=makes_calls,
+            call_ids=call_ids,
+        )
         if family.prompt_opener and prompt.endswith(family.prompt_opener):
             assert family.calls is not None
             parser._open(family.calls.openers[0])
@@ -255,7 +266,7 @@ class ReplyParser:
             if kind == "id":
                 self._id = text
             elif kind == "name":
-                written, self._id = self._id or f"call_{secrets.token_hex(12)}", ""
+                written, self._id = self._id or self._make_id(), ""
                 self._parts.append(Part("call", call=call + 1, id=written, name=text))
                 self._calls, self._calling = self._calls + 1, True
             elif kind == "arguments":
@@ -268,6 +279,11 @@ class ReplyParser:
                 self._hidden = text == "hidden"
         self._call_parser.events.clear()
         return ""
+
+    def _make_id(self) -> str:
+        if not self._call_ids:
+            return f"call_{secrets.token_hex(12)}"
+        return f"call_{hashlib.sha256(f'{self._call_ids} {self._calls}'.encode()).hexdigest()[:24]}"
 
     def _take(self) -> list[Part]:
         """The parts so far, neighbours of one kind as one."""

@@ -53,7 +53,8 @@ from perdure.server.core.schemas import (
     refuse_fields,
     streamed,
 )
-from perdure.server.protocols.chat import ChatAnswer, chat_answer, chat_options, check_chat_options, parsed
+from perdure.server.protocols.chat import ChatAnswer, chat_options, check_chat_options, parsed
+from perdure.server.protocols.chat_routes import chat_answer
 from perdure.sessions.export import manifest_of
 from perdure.sessions.fold import TurnStream
 from perdure.sessions.info import name_problem

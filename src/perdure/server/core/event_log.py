@@ -9,7 +9,8 @@
         …
 
 A log is the sink of its follower. Readers come and go; event number n is the n-th of them. Responses that are
-made in the background are logs too (`protocols/responses/runs.py`).
+made in the background are logs too (`protocols/responses/runs.py`). A log may have a record in the store, by
+which another server makes the same events again (`core/stream_record.py`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from perdure.server.core.api_error import ApiError
 from perdure.server.core.app_state import AppState, Caller
 from perdure.server.core.follow import EventResponse, Follower, Sink, Stream
 from perdure.server.core.protocol import SSE, Event, Events, Writer
+from perdure.server.core.stream_record import StreamRecord, not_resumable
 from perdure.server.core.visit import Visit
 
 _LOG_BYTES = 16 << 20
@@ -33,7 +35,7 @@ _LOG_BYTES = 16 << 20
 _ALL_BYTES = 64 << 20
 _ALL_LOGS = 256
 """Of all logs together that have ended; the oldest go first, of the namespace that has the most."""
-_SECONDS = 300.0
+SECONDS = 300.0
 """That a log stays after its end."""
 
 
@@ -54,9 +56,16 @@ class EventLog(Sink):
         timeout: float | None = None,
         session: str | None = None,
         messages: Sequence[Message] = (),
+        record: StreamRecord | None = None,
+        again: bool = False,
     ) -> None:
-        """`visit` has the lease of its model, and ends with it. The rest is for its follower."""
+        """`visit` has the lease of its model, and ends with it. With `again`, its reply is one that another
+        server has begun to send: readers may have more of it than this log. The rest is for its follower."""
         super().__init__()
+        self._app_state = app_state
+        self._record = record
+        self._again = again
+        self._error: ApiError | None = None
         self.is_open = True
         self.finished = False
         self.nbytes = 0
@@ -90,6 +99,8 @@ class EventLog(Sink):
 
     def has(self, after: int) -> bool:
         """Whether all events behind number `after` are there, or will be."""
+        if self._again and not self.finished and after + 1 > self.count:
+            return True
         return self._first <= after + 1 <= self.count or (after < 0 and not self._first)
 
     async def read(self, after: int, sink: Sink) -> None:
@@ -105,6 +116,13 @@ class EventLog(Sink):
             ended, events = self.finished, list(islice(self._events, at - self._first, None))
             numbered = [self.number(event, number) for number, event in enumerate(events, at)]
             at += len(events)
+            if ended and self._again and at > self.count:
+                # It was made again, and did not come as far as its reader had it.
+                error = self._error or _ended_early()
+                if not sink.is_open:
+                    raise error
+                await sink.close(self._writer.error(error))
+                return
             if ended:
                 await sink.close(numbered)
                 return
@@ -130,7 +148,22 @@ class EventLog(Sink):
         return True
 
     async def close(self, events: Events, error: ApiError | None = None) -> None:
+        """Its last events. One that the end of the server interrupts, and another server can go on with, has
+        none: its readers come back."""
+        self._error, record = error, self._record
+        if record is not None and error is not None and self._app_state.stopping and record.outlives:
+            await self._app_state.call(record.release)
+            return
+        cut = any(reply.finish_reason in ("cancelled", "error") for reply in self.follower.replies)
+        if record is not None and (error is not None or cut):
+            # Before anybody hears of the end: made again, it would end otherwise.
+            await self._app_state.call(record.delete)
         await self.send(events)
+
+    async def drop(self) -> None:
+        """Called when nobody can ask for it any more."""
+        if self._record is not None:
+            await self._app_state.call(self._record.delete)
 
     async def _send(self, events: Events) -> None:
         self.write(events)
@@ -179,29 +212,28 @@ class EventLogs:
 
     def __init__(self) -> None:
         self._logs: dict[tuple[str, str], EventLog] = {}
+        self._dropping: set[asyncio.Future[None]] = set()
 
     def add(self, namespace: str, name: str, log: EventLog) -> None:
         key = (namespace, name)
         self._logs[key] = log
         log.task.add_done_callback(lambda _: self._ended(key))
 
-    def get(self, namespace: str, name: str, after: int) -> EventLog:
-        """The log of that name, if it has all that follows event number `after`."""
+    def get(self, namespace: str, name: str, after: int) -> EventLog | None:
+        """The log of that name, if it is here. It must have all that follows event number `after`."""
         log = self._logs.get((namespace, name))
-        if log is None:
-            raise ApiError(
-                404,
-                f"there is no stream {name[:100]!r} to go on with: it was not asked for with "
-                f"perdure.resumable, or ended more than {_SECONDS:g} seconds ago",
-                kind="not_found_error",
-                code="stream_not_found",
-            )
-        if not log.has(after):
+        if log is not None and not log.has(after):
             raise gone() if after + 1 < log.count else _not_yet(after, log.count)
         return log
 
+    def _drop(self, key: tuple[str, str]) -> None:
+        if (log := self._logs.pop(key, None)) is not None:
+            dropping = asyncio.ensure_future(log.drop())
+            self._dropping.add(dropping)
+            dropping.add_done_callback(self._dropping.discard)
+
     def _ended(self, key: tuple[str, str]) -> None:
-        asyncio.get_running_loop().call_later(_SECONDS, self._logs.pop, key, None)
+        asyncio.get_running_loop().call_later(SECONDS, self._drop, key)
         while True:
             ended = {each: log for each, log in self._logs.items() if log.finished}
             if len(ended) <= _ALL_LOGS and sum(log.nbytes for log in ended.values()) <= _ALL_BYTES:
@@ -210,7 +242,17 @@ class EventLogs:
             for (namespace, _), log in ended.items():
                 taken[namespace] = taken.get(namespace, 0) + log.nbytes + _ALL_BYTES // _ALL_LOGS
             most = max(taken, key=lambda each: taken[each])
-            del self._logs[next(each for each in ended if each[0] == most)]
+            self._drop(next(each for each in ended if each[0] == most))
+
+
+def missing(name: str) -> ApiError:
+    return ApiError(
+        404,
+        f"there is no stream {name[:100]!r} to go on with: it was not asked for with perdure.resumable, or "
+        f"ended more than {SECONDS:g} seconds ago",
+        kind="not_found_error",
+        code="stream_not_found",
+    )
 
 
 def gone() -> ApiError:
@@ -228,6 +270,10 @@ def _not_yet(after: int, count: int) -> ApiError:
         param="starting_after",
         code="invalid_value",
     )
+
+
+def _ended_early() -> ApiError:
+    return not_resumable("its reply was made again, and ended before the event that was named")
 
 
 def _size(event: Event) -> int:

@@ -1,14 +1,13 @@
-"""OpenAI's chat completions."""
+"""OpenAI's chat completions: requests, answers and chunks."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Path, Query, Request
 from pydantic import Field
-from starlette.responses import Response
 
 from perdure.chat.message import Message, parse_messages
 from perdure.chat.options import RESERVED
@@ -16,11 +15,8 @@ from perdure.chat.reply import CallDelta, ChatDelta, ChatReply
 from perdure.decode.request import TokenLogprob
 from perdure.decode.slots import KeptPrefix
 from perdure.server.core.api_error import ApiError
-from perdure.server.core.app_state import AppState, AppStateDep, Caller, CallerDep
-from perdure.server.core.body_route import BodyRoute
-from perdure.server.core.event_log import EventLog, EventLogs, followed
-from perdure.server.core.follow import Stream, answer
-from perdure.server.core.protocol import DONE, Events, EventTemplate, Protocol, event
+from perdure.server.core.app_state import AppState
+from perdure.server.core.protocol import DONE, Events, EventTemplate, event
 from perdure.server.core.schemas import (
     Items,
     MissAnswer,
@@ -32,9 +28,7 @@ from perdure.server.core.schemas import (
     TimingsAnswer,
     UsageAnswer,
     refuse_fields,
-    streamed,
 )
-from perdure.server.core.visit import Visit
 from perdure.server.protocols.conversation_names import NamingFields
 from perdure.server.protocols.openai import (
     AnswerHead,
@@ -404,10 +398,22 @@ class ChatHead(AnswerHead):
     prefix = "chatcmpl"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, app_state: AppState, session: str | None, *, with_logprobs: bool) -> None:
-        super().__init__(app_state)
+    def __init__(
+        self,
+        app_state: AppState,
+        session: str | None,
+        *,
+        with_logprobs: bool,
+        name: str = "",
+        created: int | None = None,
+        kept: bool = False,
+    ) -> None:
+        """Of an answer that is made again, `name` is its id, `created` its time, and `kept` whether its turn
+        is in the session already."""
+        super().__init__(app_state, name, created)
         self._session = session
         self._with_logprobs = with_logprobs
+        self._kept = kept
 
     def whole(self, replies: Sequence[ChatReply]) -> ChatAnswer:
         return ChatAnswer(
@@ -418,7 +424,7 @@ class ChatHead(AnswerHead):
         )
 
     def extension(self, reply: ChatReply) -> ExtensionAnswer:
-        return extension(reply, self._session)
+        return extension(replace(reply, kept=True) if self._kept else reply, self._session)
 
     def logprobs(self, entries: Sequence[TokenLogprob] | None) -> LogprobsAnswer | None:
         if not self._with_logprobs:
@@ -532,92 +538,3 @@ def _call(call: CallDelta) -> dict[str, Any]:
     if call.id:
         shape |= {"id": call.id, "type": "function"}
     return shape
-
-
-# `/v1/chat/completions`.
-
-router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
-
-
-@router.post("/v1/chat/completions", responses=streamed(404, 409, 507), response_model=ChatAnswer)
-async def chat(
-    asked: ChatRequest, request: Request, app_state: AppStateDep, caller: CallerDep
-) -> ChatAnswer | Response:
-    """A reply to a conversation, in OpenAI's shape."""
-    app_state = await app_state.serving(asked.model, caller.visit, sign=bool(asked.stream))
-    wanted, stream = await app_state.call(_submit, asked, app_state, caller)
-    return await chat_answer(
-        stream, asked, request, app_state, caller, session=caller.session, messages=wanted.messages
-    )
-
-
-def _submit(
-    asked: ChatRequest, app_state: AppState, caller: Caller
-) -> tuple[ReplyRequest, Stream[ChatDelta, ChatReply]]:
-    """In one thread: to read what is asked takes time too."""
-    wanted = reply_request(asked, app_state, caller.notes)
-    return wanted, wanted.submit(app_state, caller, asked)
-
-
-async def chat_answer(
-    stream: Stream[ChatDelta, ChatReply],
-    asked: ChatOptionsSchema,
-    request: Request,
-    app_state: AppState,
-    caller: Caller,
-    *,
-    session: str | None = None,
-    messages: Sequence[Message] = (),
-) -> ChatAnswer | Response:
-    """What comes of a stream, whole or as a stream of chunks."""
-    head = ChatHead(app_state, session, with_logprobs=bool(asked.logprobs))
-    n: Any = getattr(asked, "n", None) or 1
-    include_usage = bool(asked.stream_options and asked.stream_options.include_usage)
-    if asked.stream and asked.perdure is not None and asked.perdure.resumable:
-        visit = Visit()
-        # Loaded for its request: it stays so when the client leaves.
-        await app_state.serving(app_state.name, visit)
-        log = EventLog(
-            stream,
-            ChatWriter(head, n, include_usage=include_usage),
-            app_state,
-            caller,
-            visit,
-            timeout=asked.perdure.timeout,
-            session=session,
-            messages=messages,
-        )
-        logs: EventLogs = request.app.state.logs
-        logs.add(caller.namespace, head.common["id"], log)
-        return followed(log, -1, app_state)
-    return await answer(
-        stream,
-        request,
-        app_state,
-        caller,
-        timeout=asked.perdure.timeout if asked.perdure else None,
-        whole=head.whole,
-        writer=ChatWriter(head, n, include_usage=include_usage) if asked.stream else None,
-        session=session,
-        messages=messages,
-    )
-
-
-@router.get("/v1/chat/completions/{completion_id}", responses=streamed(404, 409), response_model=None)
-async def resume(
-    completion_id: Annotated[str, Path(max_length=100)],
-    request: Request,
-    app_state: AppStateDep,
-    caller: CallerDep,
-    starting_after: Annotated[int | None, Query(ge=-1, lt=2**31)] = None,
-) -> Response:
-    """The rest of a stream that was asked for with `perdure.resumable`, from behind event number
-    `starting_after`, or behind the one that the header `Last-Event-ID` names."""
-    last = request.headers.get("last-event-id", "")
-    if starting_after is None:
-        starting_after = int(last) if last.isascii() and last.isdigit() and len(last) < 10 else -1
-    logs: EventLogs = request.app.state.logs
-    return followed(logs.get(caller.namespace, completion_id, starting_after), starting_after, app_state)
-
-
-PROTOCOL = Protocol(name="OpenAI chat completions", prefix="/v1/chat", routers=(router,), writer=ChatWriter)

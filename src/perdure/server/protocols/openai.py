@@ -49,6 +49,11 @@ def cache_marks(
     return [*marks, KeptPrefix(after=0, seconds=_SECONDS, key=key or "")] if implicit else marks
 
 
+def new_id(prefix: str) -> str:
+    """An id for an answer."""
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
 # Answer head: what all chunks and answers of one request say alike.
 
 
@@ -59,11 +64,12 @@ class AnswerHead:
     """Of the id."""
     chunk_object: str
 
-    def __init__(self, app_state: AppState) -> None:
+    def __init__(self, app_state: AppState, name: str = "", created: int | None = None) -> None:
+        """With `name` and `created`, those of an answer that is made again."""
         self._app_state = app_state
         self.common: dict[str, Any] = {
-            "id": f"{self.prefix}-{uuid.uuid4().hex}",
-            "created": int(time.time()),
+            "id": name or new_id(self.prefix),
+            "created": int(time.time()) if created is None else created,
             "model": app_state.name,
             "system_fingerprint": app_state.fingerprint,
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import Field
@@ -127,6 +127,8 @@ class ReplyRequest:
     """The session that the messages go on with; none is made for a conversation that comes whole."""
     timeout: float | None = None
     """Seconds that the client gives it."""
+    extra: TurnExtra = field(default_factory=TurnExtra)
+    """What its turn has besides, in a session. Its `call_ids` hold without a session too."""
 
     def submit(self, app_state: AppState, caller: Caller, asked: RequestSchema | None = None) -> TurnStream:
         """Queue it; with `asked`, in the conversation that its fields and headers name. It takes time to
@@ -134,18 +136,27 @@ class ReplyRequest:
         runtime = app_state.runtime
         if self.place is None:
             if asked is not None and (conversation := named_conversation(caller, asked)) is not None:
-                stream = submit_to_conversation(app_state, caller, conversation, self.messages, self.options)
+                stream = submit_to_conversation(
+                    app_state, caller, conversation, self.messages, self.options, self.extra
+                )
                 if stream is not None:
                     return stream
-            return runtime.submit_chat(self.messages, namespace=caller.namespace, **self.options)
+            return self.submit_alone(runtime, caller.namespace)
         messages, system = list(self.messages), None
         # A system message that comes first is that of a new session.
         if messages[0].role in ("system", "developer") and len(messages) > 1:
             system = messages.pop(0).content or ""
         session, made = self.place.open(runtime, caller, system)
-        stream = _submit(session, messages, self.options, made=made, extra=caller.turn_extra)
+        extra = replace(self.extra, idempotency_key=caller.idempotency_key)
+        stream = _submit(session, messages, self.options, made=made, extra=extra)
         caller.in_session(session.name)
         return stream
+
+    def submit_alone(self, runtime: Runtime, namespace: str) -> TurnStream:
+        """Queue it without a session."""
+        return runtime.chat_format.submit(
+            self.messages, namespace=namespace, call_ids=self.extra.call_ids, **self.options
+        )
 
 
 def _submit(
@@ -179,6 +190,7 @@ def submit_to_conversation(
     conversation: AgentConversation,
     messages: Sequence[Message],
     options: Mapping[str, Any],
+    extra: TurnExtra | None = None,
 ) -> TurnStream | None:
     """Queue the next turn of a client's conversation in its session. None where it goes without one: nothing
     is stored here, the session is busy with another request, or it cannot hold what was sent."""
@@ -202,7 +214,7 @@ def submit_to_conversation(
         if found is None:
             return None
         session = found.session
-        stream = _submit(session, found.said, settings, made=found.made)
+        stream = _submit(session, found.said, settings, made=found.made, extra=extra)
     except (SessionError, StoreError) as error:
         # What cannot be kept is answered all the same.
         log.info("conversation %s goes without its session: %s", conversation.name, error)

@@ -45,6 +45,9 @@ from perdure.sessions.turn import FIRST, Turn
 
 RESPONSE = "response"
 """The kind of a session that is a stored response: found by its name, and not listed."""
+STREAM = "stream"
+"""The kind of a session that is the record of a stream (`server/core/stream_record.py`): the same."""
+UNLISTED = (RESPONSE, STREAM)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +117,9 @@ class SessionStore(Protocol):
         With `text`, those that have it in their names or in what was said."""
         ...
 
-    def expired(self, before: float, *, limit: int) -> builtins.list[tuple[str, str]]:
-        """Namespaces and names of stored responses that were last changed before a time, the oldest first."""
+    def expired(self, before: float, *, limit: int, kind: str = RESPONSE) -> builtins.list[tuple[str, str]]:
+        """Namespaces and names of sessions of a kind that is not listed, last changed before a time, the
+        oldest first."""
         ...
 
     def add(

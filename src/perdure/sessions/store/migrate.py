@@ -14,6 +14,7 @@ from typing import Any
 
 from perdure.errors import CorruptStateError, PerdureError, SessionNotFoundError
 from perdure.sessions.info import SessionInfo, SessionMemory
+from perdure.sessions.store.base import STREAM
 from perdure.sessions.store.sql.store import SqlStore
 from perdure.sessions.store.sql.tables import read_memory, read_session
 from perdure.sessions.turn import Turn
@@ -47,7 +48,7 @@ def migrate(source: SqlStore, target: SqlStore, progress: Callable[[int, int], N
     """Bring every session and memory of `source` into `target`."""
     run = _Run(source, target)
     for number in range(_PASSES):
-        rows = source.every()[0]
+        rows = _sessions(source)
         waiting = [row for row in rows if run.seen.get(row[0]) != (row[4], row[8])]
         run.forget_deleted({row[0] for row in rows})
         if number and not waiting:
@@ -58,12 +59,17 @@ def migrate(source: SqlStore, target: SqlStore, progress: Callable[[int, int], N
             progress(done, len(waiting))
     else:
         run.found.changing = sorted(
-            str(row[2]) for row in source.every()[0] if run.seen.get(row[0]) != (row[4], row[8])
+            str(row[2]) for row in _sessions(source) if run.seen.get(row[0]) != (row[4], row[8])
         )
     for row in source.every()[1]:
         run.memory(row)
     run.found.sessions = len(run.proved)
     return run.found
+
+
+def _sessions(source: SqlStore) -> list[Sequence[Any]]:
+    """All but the records of streams: these are of use for minutes, to the servers of their store."""
+    return [row for row in source.every()[0] if row[3] != STREAM]
 
 
 class _Run:

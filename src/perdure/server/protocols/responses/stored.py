@@ -389,7 +389,9 @@ class Responses:
         conversation = asked.conversation_id
         follower = self.conversation(conversation) if conversation is not None else None
         date = session.origin.get("date")
-        extra = TurnExtra(preamble=instructions, notes=notes, follower=follower, date=date)
+        extra = TurnExtra(
+            preamble=instructions, notes=notes, follower=follower, date=date, call_ids=response.head.id
+        )
         return session.submit(said, extra=extra, **options)
 
 

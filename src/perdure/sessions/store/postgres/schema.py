@@ -160,6 +160,10 @@ MIGRATIONS = (
         )
         """,
     ),
+    Migration(
+        "records of streams by their age",
+        "CREATE INDEX session_stream ON session (updated, number) WHERE kind = 'stream'",
+    ),
 )
 
 

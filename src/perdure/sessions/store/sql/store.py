@@ -19,7 +19,7 @@ from perdure.errors import (
 )
 from perdure.sessions.history import TurnPage, TurnReference
 from perdure.sessions.info import SessionInfo, SessionMemory, Tree
-from perdure.sessions.store.base import RESPONSE, NamespaceSize, Quota
+from perdure.sessions.store.base import RESPONSE, UNLISTED, NamespaceSize, Quota
 from perdure.sessions.store.sql.database import Check, Database, Dialect, Numbers
 from perdure.sessions.store.sql.tables import (
     ADVICE,
@@ -159,8 +159,8 @@ class SqlStore:
         text: str | None = None,
     ) -> list[SessionInfo]:
         """The latest first: those of a namespace or all, up to `limit`, of those that come behind `after`.
-        Stored responses are found by their ids, and not listed. With `text`, those that have it in their
-        names or in what was said."""
+        Stored responses and records of streams are found by their ids, and not listed. With `text`, those
+        that have it in their names or in what was said."""
         self._check.wait()
         if text is None:
             return [proved_session(row) for row in self._page(self._db.rows, namespace, limit, after)]
@@ -169,10 +169,13 @@ class SqlStore:
             text.encode()
         return self._search(namespace, limit, after, text)
 
-    def expired(self, before: float, *, limit: int) -> builtins.list[tuple[str, str]]:
-        """Namespaces and names of stored responses that were last changed before a time, the oldest first."""
+    def expired(self, before: float, *, limit: int, kind: str = RESPONSE) -> builtins.list[tuple[str, str]]:
+        """Namespaces and names of sessions of a kind that is not listed, last changed before a time, the
+        oldest first."""
+        assert kind in UNLISTED
         rows = self._db.rows(
-            f"SELECT namespace, name FROM session WHERE kind = '{RESPONSE}' AND updated < ?"
+            # In these words: the indexes are of what they say.
+            f"SELECT namespace, name FROM session WHERE kind = '{kind}' AND updated < ?"
             " ORDER BY updated, number LIMIT ?",
             before,
             limit,
@@ -514,7 +517,8 @@ class SqlStore:
     ) -> builtins.list[tuple[Any, ...]]:
         """Rows of `SESSION`, the latest first."""
         # In these words: the indexes are of what they say.
-        where, values = [f"s.kind != '{RESPONSE}'"], builtins.list[Value]()
+        where = [f"s.kind != '{each}'" for each in UNLISTED]
+        values = builtins.list[Value]()
         if namespace is not None:
             where.append("s.namespace = ?")
             values.append(namespace)

@@ -144,6 +144,8 @@ MIGRATIONS: Sequence[str] = (
     ) WITHOUT ROWID;
     INSERT INTO usage {USAGE}
     """,
+    # Records of streams by their age.
+    "CREATE INDEX session_stream ON session (updated, number) WHERE kind = 'stream'",
 )
 
 

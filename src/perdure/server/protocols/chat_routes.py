@@ -1,0 +1,148 @@
+"""`/v1/chat/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Query, Request
+from starlette.responses import Response
+
+from perdure.chat.message import Message
+from perdure.chat.reply import ChatDelta, ChatReply
+from perdure.server.core.app_state import AppState, AppStateDep, Caller, CallerDep
+from perdure.server.core.body_route import BodyRoute
+from perdure.server.core.event_log import EventLog, EventLogs, followed, missing
+from perdure.server.core.follow import Stream, answer
+from perdure.server.core.protocol import Protocol
+from perdure.server.core.schemas import streamed
+from perdure.server.core.visit import Visit
+from perdure.server.protocols import chat_record
+from perdure.server.protocols.chat import ChatAnswer, ChatHead, ChatOptionsSchema, ChatRequest, ChatWriter
+
+router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
+
+
+@router.post("/v1/chat/completions", responses=streamed(404, 409, 507), response_model=ChatAnswer)
+async def chat(
+    asked: ChatRequest, request: Request, app_state: AppStateDep, caller: CallerDep
+) -> ChatAnswer | Response:
+    """A reply to a conversation, in OpenAI's shape."""
+    app_state = await app_state.serving(asked.model, caller.visit, sign=bool(asked.stream))
+    made = await app_state.call(chat_record.submit, asked, app_state, caller)
+    return await chat_answer(
+        made.stream,
+        asked,
+        request,
+        app_state,
+        caller,
+        session=made.session,
+        messages=made.request.messages,
+        made=made,
+    )
+
+
+async def chat_answer(
+    stream: Stream[ChatDelta, ChatReply],
+    asked: ChatOptionsSchema,
+    request: Request,
+    app_state: AppState,
+    caller: Caller,
+    *,
+    session: str | None = None,
+    messages: Sequence[Message] = (),
+    made: chat_record.ChatStream | None = None,
+) -> ChatAnswer | Response:
+    """What comes of a stream, whole or as a stream of chunks. `made` has the record of a resumable one."""
+    head = ChatHead(
+        app_state,
+        session,
+        with_logprobs=bool(asked.logprobs),
+        name=made.name if made is not None else "",
+        created=made.created if made is not None else None,
+        kept=made.kept if made is not None else False,
+    )
+    n: Any = getattr(asked, "n", None) or 1
+    include_usage = bool(asked.stream_options and asked.stream_options.include_usage)
+    if asked.stream and asked.perdure is not None and asked.perdure.resumable:
+        visit = Visit()
+        # Loaded for its request: it stays so when the client leaves.
+        await app_state.serving(app_state.name, visit)
+        log = EventLog(
+            stream,
+            ChatWriter(head, n, include_usage=include_usage),
+            app_state,
+            caller,
+            visit,
+            timeout=asked.perdure.timeout,
+            session=session,
+            messages=messages,
+            record=made.record if made is not None else None,
+            again=made.again if made is not None else False,
+        )
+        logs: EventLogs = request.app.state.logs
+        logs.add(caller.namespace, head.common["id"], log)
+        return followed(log, -1, app_state)
+    return await answer(
+        stream,
+        request,
+        app_state,
+        caller,
+        timeout=asked.perdure.timeout if asked.perdure else None,
+        whole=head.whole,
+        writer=ChatWriter(head, n, include_usage=include_usage) if asked.stream else None,
+        session=session,
+        messages=messages,
+    )
+
+
+@router.get("/v1/chat/completions/{completion_id}", responses=streamed(404, 409), response_model=None)
+async def resume(
+    completion_id: Annotated[str, Path(max_length=100)],
+    request: Request,
+    app_state: AppStateDep,
+    caller: CallerDep,
+    starting_after: Annotated[int | None, Query(ge=-1, lt=2**31)] = None,
+) -> Response:
+    """The rest of a stream that was asked for with `perdure.resumable`, from behind event number
+    `starting_after`, or behind the one that the header `Last-Event-ID` names.
+
+    One whose server is gone is made again here, from its record in the store.
+    """
+    last = request.headers.get("last-event-id", "")
+    if starting_after is None:
+        starting_after = int(last) if last.isascii() and last.isdigit() and len(last) < 10 else -1
+    logs: EventLogs = request.app.state.logs
+    log = logs.get(caller.namespace, completion_id, starting_after)
+    if log is None:
+        await _make_again(completion_id, request, app_state, caller)
+        log = logs.get(caller.namespace, completion_id, starting_after)
+    if log is None:
+        raise missing(completion_id)
+    return followed(log, starting_after, app_state)
+
+
+async def _make_again(name: str, request: Request, app_state: AppState, caller: Caller) -> None:
+    """Have a log here of a stream whose server is gone, if there is a record of it."""
+    record = await app_state.call(chat_record.take, app_state, caller, name)
+    if record is None:
+        return
+    try:
+        app_state = await app_state.serving(record.about["model"], caller.visit)
+        made = await app_state.call(chat_record.submit_again, record, app_state, caller)
+        await chat_answer(
+            made.stream,
+            made.asked,
+            request,
+            app_state,
+            caller,
+            session=made.session,
+            messages=made.request.messages,
+            made=made,
+        )
+    except BaseException:
+        await app_state.call(record.release)
+        raise
+
+
+PROTOCOL = Protocol(name="OpenAI chat completions", prefix="/v1/chat", routers=(router,), writer=ChatWriter)
