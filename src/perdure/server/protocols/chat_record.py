@@ -15,9 +15,8 @@ from typing import Any
 from perdure.errors import SessionNotFoundError
 from perdure.request_options import draw_seed
 from perdure.server.core.app_state import AppState, Caller
-from perdure.server.core.event_log import SECONDS
-from perdure.server.core.settings import ReplyDefaults
-from perdure.server.core.stream_record import (
+from perdure.server.core.event_log import (
+    SECONDS,
     WHY_NOT,
     StreamRecord,
     not_resumable,
@@ -25,6 +24,7 @@ from perdure.server.core.stream_record import (
     take_record,
     write_record,
 )
+from perdure.server.core.settings import ReplyDefaults
 from perdure.server.protocols.chat import ChatHead, ChatRequest, reply_request
 from perdure.server.protocols.openai import new_id
 from perdure.server.protocols.reply_request import ReplyRequest

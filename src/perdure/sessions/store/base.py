@@ -46,7 +46,7 @@ from perdure.sessions.turn import FIRST, Turn
 RESPONSE = "response"
 """The kind of a session that is a stored response: found by its name, and not listed."""
 STREAM = "stream"
-"""The kind of a session that is the record of a stream (`server/core/stream_record.py`): the same."""
+"""The kind of a session that is the record of a stream (`server/core/event_log.py`): the same."""
 UNLISTED = (RESPONSE, STREAM)
 
 
