@@ -15,6 +15,7 @@ import pytest
 import perdure
 from perdure import InvalidInputError, Runtime
 from perdure.backend import LocalBackend
+from perdure.decode.step_events import HELD
 from perdure.engine import row_kernels
 from perdure.engine.contract import Floats
 from perdure.events.event import (
@@ -76,12 +77,13 @@ def test_a_request_is_told_from_its_queue_to_its_end() -> None:
 def test_off_costs_no_measure_and_on_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[int] = []
 
-    class Counting(row_kernels.Measures):
-        def __init__(self, rows: Floats, tokens: Sequence[int], k: int) -> None:
-            measured.extend(tokens)
-            super().__init__(rows, tokens, k)
+    drawn = row_kernels.Measures.drawn
 
-    monkeypatch.setattr("perdure.decode.step_events.Measures", Counting)
+    def counting(self: row_kernels.Measures, rows: Floats, tokens: Sequence[int]) -> None:
+        measured.extend(tokens)
+        drawn(self, rows, tokens)
+
+    monkeypatch.setattr(row_kernels.Measures, "drawn", counting)
     with toy() as rt:
         plain = rt.generate("hello", max_tokens=6, seed=1, ignore_eos=True)
         assert not measured
@@ -113,6 +115,36 @@ def test_a_request_has_observers_of_its_own_and_others_are_not_told() -> None:
         assert not rt.backend.events.on
     assert len({event.request for event in told}) == 1
     assert sum(isinstance(event, TokenDrawn) for event in told) == 3
+
+
+def test_tokens_of_several_samples_are_told_each_with_its_own_row() -> None:
+    """Tokens are held back for a few steps, and told in order before anything else is."""
+    with Runtime(LocalBackend(ToyModel(), n_ctx=256, slots=3)) as rt, rt.events() as events:
+        stream = rt.submit("hello", max_tokens=20, temperature=1.5, seed=4, n=3, logprobs=1, ignore_eos=True)
+        replies = stream.replies()
+        told = events.poll()
+    assert [event.time for event in told] == sorted(event.time for event in told)
+    for index, sample in enumerate(replies):
+        drawn = [event for event in told if isinstance(event, TokenDrawn) and event.index == index]
+        assert tuple(event.token for event in drawn) == sample.tokens
+        assert [event.position for event in drawn] == list(range(5, 25))
+        assert sample.logprobs is not None
+        assert [event.surprisal for event in drawn] == pytest.approx(
+            [-known.logprob for known in sample.logprobs], abs=1e-5
+        )
+
+
+def test_tokens_are_told_while_a_reply_is_written() -> None:
+    with toy() as rt, rt.events(["TokenDrawn"]) as events:
+        stream = rt.submit("hello", max_tokens=100, seed=1, ignore_eos=True)
+        seen = 0
+        for count, _ in enumerate(stream, 1):
+            seen += len(events.poll())
+            if count == 60:
+                break
+        # The first comes at once; later ones wait for a few others.
+        assert seen >= 60 - 2 * HELD
+        stream.cancel()
 
 
 def test_an_observer_that_fails_or_hangs_breaks_no_reply() -> None:
@@ -279,6 +311,7 @@ def measured(row: Floats, token: int, k: int) -> row_kernels.Measure:
     moment = float(np.sum(weights * np.where(weights > 0, below, 0.0)))
     norm = math.log(total)
     return row_kernels.Measure(
+        token,
         float(below[token]) - norm,
         max(0.0, norm - moment / total),
         int(np.count_nonzero(row > row[token])) + 1,
@@ -312,7 +345,8 @@ def test_rows_are_measured_together_as_each_alone(spread: float) -> None:
     rows = (rng.standard_normal((9, 33_001)) * spread).astype(np.float32)
     rows[3, 17] = -np.inf
     tokens = [int(row.argmin() if at % 2 else row.argmax()) for at, row in enumerate(rows)]
-    together = row_kernels.Measures(rows, tokens, 5)
+    together = row_kernels.Measures(rows, 5)
+    together.drawn(rows, tokens)
     for at in range(len(rows)):
         here, there = together[at], measured(rows[at], tokens[at], 5)
         assert here.rank == there.rank

@@ -7,7 +7,7 @@ import logging
 import operator
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TypeAlias
 
@@ -15,15 +15,16 @@ import numpy as np
 
 from perdure import system
 from perdure.decode.output_queue import notify
-from perdure.decode.sampling.sampler import CompiledChain, Sampler, draw, draw_together
+from perdure.decode.sampling.sampler import CompiledChain, Sampler, Shown, draw, draw_together
 from perdure.decode.sampling.stage import Candidates
 from perdure.decode.scheduler import TIMED, Budget, Chunk, PrefillPacer, Step
 from perdure.decode.sequence import SequenceGroup, TokenSequence
 from perdure.decode.slots import SlotAssignment, Slots
 from perdure.decode.speculation.speculator import Speculator
-from perdure.decode.step_events import Drawing, StepEvents
+from perdure.decode.step_events import ALTERNATIVES, Drawing, StepEvents
 from perdure.engine.context import Context, Feed
-from perdure.engine.contract import Rows
+from perdure.engine.contract import Floats, Rows
+from perdure.engine.row_kernels import Measures
 from perdure.errors import DecodeCancelled, InvalidInputError, PerdureError
 
 log = logging.getLogger("perdure.decode")
@@ -42,6 +43,8 @@ _Row: TypeAlias = tuple[int, int, TokenSequence, CompiledChain, int, Chunk]
 """A slot, which of its rows to draw from, the sequence that is to draw, how, at which position, and the part
 of the step."""
 _BY_PLACE = operator.itemgetter(0, 1)
+_Drawn: TypeAlias = tuple[list[int], dict[int, Shown]]
+"""Tokens, and by their places what is to be shown of them."""
 
 
 class Executor:
@@ -297,7 +300,8 @@ class Executor:
         reading: list[TokenSequence] = []
         wanted: list[_Draw] = []
         plain: list[_Row] = []
-        watching = self._events.hub.on
+        hub = self._events.hub
+        watching = hub.on
         drawings: list[Drawing] = []
         guessed: list[Chunk] = []
         # Those of them whose draws depend on the draw before.
@@ -327,9 +331,9 @@ class Executor:
             for each in drawing:
                 self._drawn.append((group, each))
                 each.cached, each.report = cached, sequence.report
-                each.watched = watching and self._events.hub.watches(group.event_id)
+                each.watched = watching and hub.watches(group.event_id)
                 if each.watched:
-                    drawings.append(Drawing(group, each, seq, count - 1, len(each.tokens)))
+                    drawings.append((group, each, seq, count - 1, len(each.tokens)))
                 if (rule := each.compiled) is not None:
                     position = len(each.tokens)
                     plain.append((seq, count - 1, each, rule, position, chunk))
@@ -342,15 +346,17 @@ class Executor:
                     wanted.append((each, each.select(self._context, count - 1, seq)))
             if chunk.draft:
                 guessed.append(chunk)
+        measures = None
         if plain:
-            self._take_together(plain)
+            told = watching and hub.wants_tokens and len(drawings) == len(plain) and not guessed
+            measures = self._take_together(plain, told=told)
         if wanted:
             self._take(wanted)
         while one_by_one:
             one_by_one = self._take_next(one_by_one)
         if drawings:
             # While the rows are there.
-            self._events.drawn(drawings)
+            self._events.drawn(drawings, measures)
         for chunk in guessed:
             self._go_back(chunk)
         for sequence in reading:
@@ -361,8 +367,9 @@ class Executor:
         for group in prompts:
             self._fork_samples(group)
 
-    def _take_together(self, plain: Sequence[_Row]) -> None:
-        """Draw a token for each sequence, out of all their rows in one pass."""
+    def _take_together(self, plain: Sequence[_Row], *, told: bool = False) -> Measures | None:
+        """Draw a token for each sequence, out of all their rows in one pass. `told`: somebody wants to know
+        of each of them, and is told of these measures, in the order of the rows."""
         # In the order of their rows in the engine's memory, where they are then one table.
         if len(plain) > 1:
             plain = sorted(plain, key=_BY_PLACE)
@@ -371,8 +378,15 @@ class Executor:
         for seq, row, sequence, rule, position, _ in plain:
             streams.append((sequence.sampler, rule, position))
             places.append((row, seq))
+        draws = functools.partial(draw_together, streams)
+        measures: Measures | None = None
         try:
-            tokens, shown = self._context.read_rows(functools.partial(draw_together, streams), places)
+            if told:
+                (tokens, shown), measures = self._context.read_rows(
+                    functools.partial(_measure_and_draw, draws), places
+                )
+            else:
+                tokens, shown = self._context.read_rows(draws, places)
         except Exception as error:
             if len(plain) == 1:
                 _end_by(error, plain[0][2])
@@ -381,7 +395,7 @@ class Executor:
                 for each in plain:
                     if _is_next(each):
                         self._take_together([each])
-            return
+            return None
         for at, (each, token) in enumerate(zip(plain, tokens, strict=True)):
             sequence = each[2]
             if each[5].draft and not _is_next(each):
@@ -390,6 +404,7 @@ class Executor:
                 sequence.take(token, shown.get(at))
             except BaseException as error:
                 _end_by(error, sequence)
+        return measures
 
     def _take(self, wanted: Sequence[_Draw]) -> None:
         """Draw a token for each sequence: for all at once, or where that fails for each by itself."""
@@ -461,6 +476,19 @@ class Executor:
             # The long way: the prompt is computed again.
             self._context.clear(seq)
             sequence.cached = 0
+
+
+def _measure_and_draw(draws: Callable[[Floats], _Drawn], rows: Floats) -> tuple[_Drawn, Measures | None]:
+    """Both while the rows are at hand: to ask for them again takes as long as to draw."""
+    try:
+        measures: Measures | None = Measures(rows, ALTERNATIVES)
+    except PerdureError:
+        # What cannot be told is not told; the reply goes on.
+        measures = None
+    drawn = draws(rows)
+    if measures is not None:
+        measures.drawn(rows, drawn[0])
+    return drawn, measures
 
 
 def _is_next(row: _Row) -> bool:

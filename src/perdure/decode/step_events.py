@@ -6,15 +6,18 @@ Every call here is made only where somebody looks: while nobody does, nothing is
 from __future__ import annotations
 
 import math
+import operator
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 from perdure import system
 from perdure.decode.request import Request
 from perdure.decode.sequence import SequenceGroup, TokenSequence
 from perdure.engine.context import Context
+from perdure.engine.contract import Floats
 from perdure.engine.row_kernels import Measures
 from perdure.errors import PerdureError
 from perdure.events.event import ChunkRead, Ended, LateEvent, Masked, MemoryPressure, Placed, Queued
@@ -22,24 +25,28 @@ from perdure.events.hub import EventHub, Subscription
 
 ALTERNATIVES = 5
 """The likeliest tokens that are told beside each."""
+HELD = 8
+"""Steps whose tokens are told together, at most."""
+_PATIENCE = 0.05
+"""Seconds for which tokens are held back, at most."""
 _TIGHT = 16
 """Memory is short where less than this part of it is available."""
 _LOOK = 1.0
 """Seconds between two looks at the machine's memory."""
+_BY_PLACE = operator.itemgetter(2, 3)
 
 
-class Drawing(NamedTuple):
-    """A sequence that draws from a row of a step, and how many tokens it had before."""
-
-    group: SequenceGroup
-    sequence: TokenSequence
-    seq: int
-    row: int
-    before: int
+Drawing: TypeAlias = tuple[SequenceGroup, TokenSequence, int, int, int]
+"""Of a sequence that is watched and draws from a row of a step: its group, itself, its slot, the row, and how
+many tokens it had before. Made at every token, hence without a name."""
 
 
 class StepEvents:
-    """Tells a hub what happens to requests, in the thread where it happens."""
+    """Tells a hub what happens to requests, in the thread where it happens.
+
+    Tokens are told a few at a time: after a step the processor's caches are cold, and what is done once for
+    several steps costs a fraction of what it costs at each.
+    """
 
     def __init__(self, hub: EventHub, context: Context, piece: Callable[..., bytes]) -> None:
         self.hub = hub
@@ -47,7 +54,10 @@ class StepEvents:
         self._piece = piece
         self._texts: dict[int, str] = {}
         """Of the tokens that were told so far."""
+        self._held: deque[tuple[float, Sequence[Drawing], Measures]] = deque()
+        """Tokens that were drawn and not told yet: when, by whom, and what is known of them."""
         self._looked = 0.0
+        hub.release = self._release
 
     def queued(self, group: SequenceGroup, request: Request) -> None:
         """A request was taken, while the hub is on or with somebody who observes it."""
@@ -80,9 +90,21 @@ class StepEvents:
             fields = (count, sequence.cached, sequence.prompt_length, seconds)
             self.hub.emit(ChunkRead, group.event_id, *fields)
 
-    def drawn(self, drawings: Sequence[Drawing]) -> None:
-        """Sequences have drawn from rows of the last step, which is still there to be read."""
-        hub = self.hub
+    def drawn(self, drawings: Sequence[Drawing], measures: Measures | None) -> None:
+        """Sequences have drawn from rows of the last step, which is still there to be read. `measures` are of
+        the one token of each, in the order of their rows, where they were made with the draw."""
+        now = time.time()
+        if measures is None:
+            self._measure(drawings, now)
+            return
+        held = self._held
+        held.append((now, drawings, measures))
+        if len(held) >= HELD or now - held[0][0] >= _PATIENCE or drawings[0][1].written <= 1:
+            self._release()
+
+    def _measure(self, drawings: Sequence[Drawing], now: float) -> None:
+        """Tell of draws whose rows were not measured yet."""
+        self._release()
         places: list[tuple[int, int]] = []
         tokens: list[int] = []
         told: list[tuple[str, int, int]] = []
@@ -90,40 +112,57 @@ class StepEvents:
             drawn = sequence.tokens[before:].tolist()
             if sequence.end is not None:
                 drawn.append(sequence.end)
-            for at, allowed in enumerate(sequence.allowed[: len(drawn)]):
-                hub.emit(Masked, group.event_id, sequence.index, before + at, allowed, self._context.n_vocab)
-            sequence.allowed.clear()
-            if not hub.wants("TokenDrawn", group.event_id):
-                continue
-            for at, token in enumerate(drawn):
-                places.append((row + at, seq))
-                tokens.append(token)
-                told.append((group.event_id, sequence.index, before + at))
+            self._masked(group, sequence, before, len(drawn))
+            if self.hub.wants_tokens_of(group.event_id):
+                for ahead, token in enumerate(drawn):
+                    places.append((row + ahead, seq))
+                    tokens.append(token)
+                    told.append((group.event_id, sequence.index, before + ahead))
         if not told:
             return
         try:
-            found = self._context.read_rows(lambda rows: Measures(rows, tokens, ALTERNATIVES), places)
+            measures = self._context.read_rows(partial(measures_of, tokens), places)
         except PerdureError:
             # What cannot be told is not told; the reply goes on.
             return
-        texts = self._texts
-        for token in {*tokens, *found.ids}:
-            if token not in texts:
-                # Now, in this thread: who reads of it may do so when the model is closed.
-                texts[token] = self._piece(token, special=True).decode("utf-8", "replace")
-        now = time.time()
         for at, (id_, index, position) in enumerate(told):
-            hub.hand_on(
-                LateEvent(
-                    "TokenDrawn", now, id_, partial(self._fields, found, at, index, position, tokens[at])
-                )
-            )
+            self._tell(now, id_, measures, at, index, position)
 
-    def _fields(self, found: Measures, at: int, index: int, position: int, token: int) -> tuple[Any, ...]:
-        """Those of a token that was drawn. Called by whoever reads of it, in any thread."""
-        logprob, entropy, rank, ids, shares = found[at]
+    def _release(self) -> None:
+        """Tell of tokens that were held back. In any thread: each of them is told once."""
+        while self._held:
+            try:
+                now, drawings, measures = self._held.popleft()
+            except IndexError:
+                # Another thread was faster.
+                return
+            if len(drawings) > 1:
+                drawings = sorted(drawings, key=_BY_PLACE)
+            for at, (group, sequence, _, _, before) in enumerate(drawings):
+                # Who failed has not taken what was drawn.
+                if len(sequence.tokens) > before or sequence.end is not None:
+                    self._tell(now, group.event_id, measures, at, sequence.index, before)
+
+    def _tell(self, now: float, request: str, measures: Measures, at: int, index: int, position: int) -> None:
         texts = self._texts
-        best = tuple((each, texts[each], share) for each, share in zip(ids, shares, strict=True))
+        for token in measures.tokens_of(at):
+            if token not in texts:
+                # Not by who reads of it, who may do so when the model is closed.
+                texts[token] = self._piece(token, special=True).decode("utf-8", "replace")
+        fields = partial(self._fields, measures, at, index, position)
+        self.hub.hand_on(LateEvent("TokenDrawn", now, request, fields))
+
+    def _masked(self, group: SequenceGroup, sequence: TokenSequence, before: int, drawn: int) -> None:
+        for at, allowed in enumerate(sequence.allowed[:drawn]):
+            fields = (sequence.index, before + at, allowed, self._context.n_vocab)
+            self.hub.emit(Masked, group.event_id, *fields)
+        sequence.allowed.clear()
+
+    def _fields(self, measures: Measures, at: int, index: int, position: int) -> tuple[Any, ...]:
+        """Those of a token that was drawn. Called by whoever reads of it, in any thread."""
+        token, logprob, entropy, rank, ids, shares = measures[at]
+        texts = self._texts
+        best = tuple([(each, texts[each], share) for each, share in zip(ids, shares, strict=True)])
         # Rounding may leave a little more than 1.
         chance = min(1.0, math.exp(logprob))
         return index, position, token, texts[token], chance, entropy, -logprob, rank, best
@@ -150,3 +189,10 @@ class StepEvents:
                 None if sequence.error is None else f"{type(sequence.error).__name__}: {sequence.error}",
                 at == count - 1,
             )
+
+
+def measures_of(tokens: Sequence[int], rows: Floats) -> Measures:
+    """What is told of the tokens that were drawn from rows."""
+    measures = Measures(rows, ALTERNATIVES)
+    measures.drawn(rows, tokens)
+    return measures

@@ -45,7 +45,11 @@ class Event:
 
     def to_dict(self) -> dict[str, Any]:
         """Its fields as plain data, with its `kind` first."""
-        return {"kind": self.kind, **dataclasses.asdict(self)}
+        found: dict[str, Any] = {"kind": self.kind}
+        for each in dataclasses.fields(self):
+            value = getattr(self, each.name)
+            found[each.name] = dict(value) if isinstance(value, Mapping) else value
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +85,7 @@ class ChunkRead(Event):
     """Of the whole step."""
 
 
-@dataclass(frozen=True, slots=True)
-class Alternative:
+class Alternative(NamedTuple):
     """A token that could have been drawn."""
 
     token: int
@@ -107,6 +110,10 @@ class TokenDrawn(Event):
     """1 for the likeliest token of all."""
     alternatives: tuple[Alternative, ...]
     """The likeliest tokens in its place, itself included where it is one of them."""
+
+    def to_dict(self) -> dict[str, Any]:
+        # Not by `super()`: a class with slots is made twice, and the first one is named here.
+        return {**Event.to_dict(self), "alternatives": [each._asdict() for each in self.alternatives]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +247,5 @@ Observer: TypeAlias = Callable[[Event], object]
 def event_of(plain: PlainEvent) -> Event:
     """The event that a tuple is."""
     if plain[0] == "TokenDrawn":
-        fields: list[Any] = [*plain[1:-1], tuple(Alternative(*each) for each in plain[-1])]
-        return TokenDrawn(*fields)
+        return TokenDrawn(*plain[1:-1], tuple(map(Alternative._make, plain[-1])))  # type: ignore[call-arg]
     return KINDS[plain[0]](*plain[1:])

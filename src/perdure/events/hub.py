@@ -20,11 +20,12 @@ log = logging.getLogger("perdure.events")
 
 LIMIT = 10_000
 """Events that may wait for one reader."""
-_LINGER = 0.05
+_LINGER = 0.1
 """Seconds for which events gather before a reader is woken again: each waking takes Python's lock from the
 thread that computes."""
-_BURST = 4
-"""Events after which a reader lets go of Python's lock: the thread that computes may wait for it."""
+_BURST = 16
+"""Events after which a reader lets go of Python's lock: the thread that computes may wait for it. To let go
+takes as long as two events."""
 _NAP = 0.2
 """Seconds: threads wait in short naps, since Python may miss a Ctrl-C that comes just as a wait begins."""
 
@@ -85,15 +86,13 @@ class Subscription(Closing):
     def _taken(self) -> Iterator[PlainEvent]:
         """What is there now, one after the other."""
         events = self._events
-        for at in range(len(events)):
+        for _ in range(len(events)):
             try:
                 event = events.popleft()
             except IndexError:
                 # Another reader was faster.
                 return
-            yield event.made() if isinstance(event, LateEvent) else event
-            if at % _BURST == _BURST - 1:
-                time.sleep(0)
+            yield event.made() if type(event) is LateEvent else event
 
     def poll(self) -> list[Event]:
         """All events that are there, without waiting."""
@@ -131,6 +130,8 @@ class Subscription(Closing):
             for plain in self._taken():
                 yield event_of(plain)
                 count += 1
+                if not count % _BURST:
+                    time.sleep(0)
             if self._over and not self._events:
                 return
             if count < self._limit // 2:
@@ -161,6 +162,10 @@ class EventHub:
         self._threads: set[threading.Thread] = set()
         self._wanted = False
         self.on = False
+        self.wants_tokens = True
+        """Whether those who watch all requests want to know of their tokens, if there are such."""
+        self.release: Callable[[], None] = _nothing
+        """Tells of what was held back so far. Called before anything else is told, in any thread."""
 
     # For those who want events.
 
@@ -169,6 +174,7 @@ class EventHub:
         check_whole("limit", limit, 1)
         chosen = None if kinds is None else _checked_kinds(kinds)
         subscription = Subscription(chosen, limit, self._unsubscribe)
+        self.release()
         with self._changing:
             self._all = (*self._all, subscription)
             self._update()
@@ -176,6 +182,7 @@ class EventHub:
 
     def join(self, subscription: Subscription) -> Callable[[], None]:
         """Hand all events to a subscription that is there already, until what this gives is called."""
+        self.release()
         with self._changing:
             self._all = (*self._all, subscription)
             self._update()
@@ -210,6 +217,7 @@ class EventHub:
         thread.start()
 
     def _unsubscribe(self, subscription: Subscription) -> None:
+        self.release()
         with self._changing:
             if subscription in self._all:
                 self._all = tuple(each for each in self._all if each is not subscription)
@@ -217,12 +225,14 @@ class EventHub:
 
     def _update(self) -> None:
         self.on = bool(self._all or self._by_request)
+        self.wants_tokens = not self._all or any(each.wants("TokenDrawn") for each in self._all)
         if self._wanted != bool(self._all):
             self._wanted = bool(self._all)
             self._changed(self._wanted)
 
     def close(self, patience: float = 1.0) -> None:
         """End every subscription; observers have `patience` seconds for what has come."""
+        self.release()
         with self._changing:
             ending = {*self._all, *self._by_request.values()}
             self._all, self._by_request, self.on = (), {}, False
@@ -240,16 +250,13 @@ class EventHub:
         """Whether somebody wants the events of a request."""
         return bool(self._all) or request in self._by_request
 
-    def wants(self, kind: str, request: str) -> bool:
-        """Whether somebody wants events of a kind about a request."""
-        for subscription in self._all:
-            if subscription.wants(kind):
-                return True
-        own = self._by_request.get(request)
-        return own is not None and own.wants(kind)
+    def wants_tokens_of(self, request: str) -> bool:
+        """Whether somebody wants to know of the tokens of a request."""
+        return (bool(self._all) and self.wants_tokens) or request in self._by_request
 
     def emit(self, kind: type[Event], request: str, *fields: Any) -> None:
         """Tell of an event that happens now; `fields` are those of its kind, in their order."""
+        self.release()
         self.hand_on((kind.__name__, time.time(), request, *fields))
 
     def hand_on(self, plain: PlainEvent | LateEvent) -> None:
@@ -281,6 +288,10 @@ class EventHub:
             self._update()
         if not own.shared:
             own.end()
+
+
+def _nothing() -> None:
+    """Nothing was held back."""
 
 
 def _run_observer(subscription: Subscription, observer: Observer, whose: str) -> None:

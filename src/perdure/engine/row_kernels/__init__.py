@@ -24,7 +24,7 @@ from perdure.engine.parallel import assist
 from perdure.errors import EngineError, SamplingError
 
 _FILE = Path(__file__).with_name("librow_kernels.so")
-VERSION = 3
+VERSION = 4
 _SHARED = 1 << 20
 """Bytes of rows from which on several threads look through them."""
 _NO_NUMBER, _NOTHING_TO_DRAW = 1, 2
@@ -33,6 +33,10 @@ _FIELDS = 13
 _HEAD_FIELDS = 10
 """Those that stay as they are from draw to draw."""
 _HEAD = struct.Struct(f"={_HEAD_FIELDS}q")
+_MEASURE_FIELDS = 11
+"""The same of measures, the last three of which change."""
+_MEASURE_HEAD = struct.Struct(f"={_MEASURE_FIELDS - 3}q")
+_MEASURE_BEGIN = struct.Struct("=3q")
 
 Cut: TypeAlias = tuple[float, float, float, float]
 """How one row is drawn from: the limit of top-p, the depth of min-p below the largest, the temperature, and a
@@ -96,6 +100,7 @@ def draw(rows: Floats, k: int, cuts: Sequence[Cut], bias: Bias) -> list[int]:
 class Measure(NamedTuple):
     """What is told of a token that was drawn from a row of logits."""
 
+    token: int
     logprob: float
     """Natural log probability."""
     entropy: float
@@ -109,74 +114,127 @@ class Measure(NamedTuple):
 
 
 class Measures:
-    """What is told of the tokens that were drawn from the rows of one table, put into words when it is asked
-    for: the rows themselves are looked at once, in one native call."""
+    """What is told of the tokens that are drawn from the rows of one table, put into words when it is asked
+    for: the rows themselves are looked at once, in one native call.
 
-    def __init__(self, rows: Floats, tokens: Sequence[int], k: int) -> None:
+    Made before the draw: it computes while it waits for a row that is in no cache, which the draw then finds
+    in one.
+    """
+
+    __slots__ = ("_k", "_numbers", "_others", "_tokens")
+
+    def __init__(self, rows: Floats, k: int) -> None:
         """The `k` likeliest are told beside each. Where there is much to do, threads that are idle help."""
         table, count, stride, size = _place_of(rows)
-        k = min(k, size)
-        if k < 1 or len(tokens) != count or not all(0 <= token < size for token in tokens):
-            raise ValueError(f"{k} of {len(tokens)} tokens up to {max(tokens, default=0)}, rows {rows.shape}")
-        self._count, self._k = count, k
-        # The job, then tokens, ids, ranks and sums of all rows, of 8 bytes each, then the values.
-        self._tokens_at = _FIELDS
-        self._ids_at = self._tokens_at + count
-        self._ranks_at = self._ids_at + k * count
-        self._sums_at = self._ranks_at + count
-        self._values_at = self._sums_at + 3 * count
-        self._memory = memory = _memory_of(self._values_at + (k * count + 1) // 2)()
-        job = ctypes.addressof(memory)
-        places = (self._ids_at, self._values_at, self._sums_at, self._ranks_at)
-        head = (table, count, stride, size, k, job + 8 * self._tokens_at, *(job + 8 * at for at in places))
-        memory[: _FIELDS + count] = [*head, 0, 0, 0, *tokens]
-        self._logits = (ctypes.c_float * (k * count)).from_buffer(memory, 8 * self._values_at)
-        self._sums = (ctypes.c_double * (3 * count)).from_buffer(memory, 8 * self._sums_at)
-        room = k + size // _BLOCK + 1
+        self._k = k = min(k, size)
+        if k < 1 or count < 1:
+            raise ValueError(f"{k} of rows of shape {rows.shape}")
+        shared = 4 * count * size >= _SHARED
+        where = (table, count, stride, size, k)
+        # As with draws: the job of the last time is mostly the next one too.
+        job = None if shared else _measuring.pop(where, None)
+        if job is None:
+            job = _Measuring(where)
+        self._numbers = job.measure(shared=shared)
+        if not shared:
+            _measuring.clear()
+            _measuring[where] = job
+        self._tokens: Sequence[int] = ()
+        self._others: dict[int, tuple[float, int]] = {}
+        """Logits and ranks of those tokens that are not among the likeliest."""
 
-        def work() -> None:
-            own = _memory_of(room)()
-            # A thread that comes late finds no row left, and touches nothing but the job, which it holds.
-            _measure(ctypes.addressof(memory), ctypes.addressof(own))
+    def drawn(self, rows: Floats, tokens: Sequence[int]) -> None:
+        """These tokens were drawn from the rows, which are still there to be read."""
+        k, numbers = self._k, self._numbers
+        if len(tokens) != len(rows):
+            raise ValueError(f"{len(tokens)} tokens for {len(rows)} rows")
+        for at, token in enumerate(tokens):
+            if token not in numbers[k * at : k * at + k]:
+                own = rows.item(at, token)
+                self._others[at] = own, int(np.count_nonzero(rows[at] > own)) + 1
+        self._tokens = tokens
 
-        try:
-            if 4 * count * size >= _SHARED:
-                assist(work, count - 1)
-        finally:
-            work()
-            while not _measured(job):
-                time.sleep(0)
-        self._own = [float(row[token]) for row, token in zip(rows, tokens, strict=True)]
-        if outcome := memory[_FIELDS - 1]:
-            _raise(outcome)
-
-    @property
-    def ids(self) -> list[int]:
-        """The likeliest tokens of all rows."""
-        return self._memory[self._ids_at : self._ranks_at]
+    def tokens_of(self, at: int) -> tuple[int, ...]:
+        """The token that was drawn from a row, and the likeliest ones."""
+        return (self._tokens[at], *self._numbers[self._k * at : self._k * at + self._k])
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._tokens)
 
     def __getitem__(self, at: int) -> Measure:
-        k = self._k
-        if not 0 <= at < self._count:
+        count, k, numbers = len(self._tokens), self._k, self._numbers
+        if not 0 <= at < count:
             raise IndexError(at)
-        total, moment, reference = self._sums[3 * at : 3 * at + 3]
+        # Ids, sums and values of all rows.
+        sums_at = k * count + 3 * at
+        values_at = (k + 3) * count + k * at
+        total, moment, reference = numbers[sums_at : sums_at + 3]
         norm = math.log(total)
-        ids = self._memory[self._ids_at + k * at : self._ids_at + k * at + k]
+        base = reference + norm
+        token, ids = self._tokens[at], list(numbers[k * at : k * at + k])
+        values = numbers[values_at : values_at + k]
+        if at in self._others:
+            own, rank = self._others[at]
+        else:
+            own = values[ids.index(token)]
+            rank = values.index(own) + 1
         return Measure(
-            self._own[at] - reference - norm,
+            token,
+            own - base,
             max(0.0, norm - moment / total),
-            self._memory[self._ranks_at + at],
+            rank,
             ids,
-            [math.exp(value - reference - norm) for value in self._logits[k * at : k * at + k]],
+            [math.exp(value - base) for value in values],
         )
 
 
 def measure(row: Floats, token: int, k: int) -> Measure:
     """What is to be told of `token`, which was drawn from `row`, with the `k` likeliest tokens beside it."""
-    return Measures(row[None], [token], k)[0]
+    rows = row[None]
+    found = Measures(rows, k)
+    found.drawn(rows, [token])
+    return found[0]
+
+
+class _Measuring:
+    """Measures the rows of one table, in one piece of memory: the job, then ids and sums of all rows, of 8
+    bytes each, the values, and room to work in."""
+
+    def __init__(self, where: _Table) -> None:
+        table, count, stride, size, k = where
+        self._count = count
+        ids_at = _MEASURE_FIELDS
+        sums_at = ids_at + k * count
+        values_at = sums_at + 3 * count
+        room_at = values_at + (k * count + 1) // 2
+        room = k + size // _BLOCK + 1
+        self._room = _memory_of(room)
+        self._memory = memory = _memory_of(room_at + room)()
+        self._address = at = ctypes.addressof(memory)
+        self._room_address = at + 8 * room_at
+        self._numbers = struct.Struct(f"={k * count}q{3 * count}d{k * count}f")
+        places = (ids_at, values_at, sums_at)
+        _MEASURE_HEAD.pack_into(memory, 0, table, count, stride, size, k, *(at + 8 * each for each in places))
+
+    def measure(self, *, shared: bool) -> tuple[Any, ...]:
+        """Ids, sums and values. `shared`: threads that are idle help."""
+        memory, job = self._memory, self._address
+        _MEASURE_BEGIN.pack_into(memory, _MEASURE_HEAD.size, 0, 0, 0)
+        try:
+            if shared:
+                assist(self._help, self._count - 1)
+        finally:
+            _measure(job, self._room_address)
+            while not _measured(job):
+                time.sleep(0)
+        if outcome := memory[_MEASURE_FIELDS - 1]:
+            _raise(outcome)
+        return self._numbers.unpack_from(memory, 8 * _MEASURE_FIELDS)
+
+    def _help(self) -> None:
+        own = self._room()
+        # A thread that comes late finds no row left, and touches nothing but the job, which it holds.
+        _measure(self._address, ctypes.addressof(own))
 
 
 class _Job:
@@ -224,6 +282,8 @@ class _Job:
 
 _Place: TypeAlias = tuple[int, int, int, int]
 """Of a table of rows: its address, how many there are, from one to the next, and the size of each."""
+_Table: TypeAlias = tuple[int, int, int, int, int]
+"""The same, and how many of each row are told."""
 _Where: TypeAlias = tuple[int, int, int, int, int, tuple[int, int]]
 """A table, how many of each row are looked at, and where the bias lies."""
 
@@ -288,6 +348,8 @@ _last: tuple[weakref.ref[Floats], _Place] = weakref.ref(np.empty((1, 1), np.floa
 """The table that was looked at last. One object, so that threads never see the half of it."""
 _jobs: dict[_Where, _Job] = {}
 """The job of the last draw, while nobody draws with it."""
+_measuring: dict[_Table, _Measuring] = {}
+"""The same for measures."""
 _library = _load()
 _BLOCK = int(_library.perdure_row_kernels_block())
 """Values of a row of which the largest is kept in passing."""

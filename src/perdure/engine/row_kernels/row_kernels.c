@@ -9,7 +9,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define VERSION 3
+#define VERSION 4
 #define BLOCK 128
 /* Blocks that are fetched ahead: what a device has just written is in no cache. */
 #define AHEAD 8
@@ -265,6 +265,56 @@ int64_t perdure_top_k(const float *rows, int64_t count, int64_t stride, int64_t 
     return DONE;
 }
 
+/* How far a value may lie from the reference: an exponential of more is no float. */
+#define FAR 80.0f
+
+/* Added to a number and taken away again, this leaves a whole one, which is also in the last bits of the sum. */
+#define ROUND 12582912.0f
+
+typedef void sums_function(const float *, int64_t, float, double *, float *);
+
+/* One pass over `blocks` blocks of a row: the sums of 2^t and of t * 2^t, where t is how far a value lies above
+ * `reference` in powers of two, and the maxima of the blocks. In single precision within a block. What is no
+ * number, or lies too far above the reference, makes nonsense of the sums. */
+#if defined(__ARM_NEON)
+/* Sixteen numbers at a time, stage by stage: each stage waits for the one before, and not its neighbours. */
+#define EACH for (int i = 0; i < 4; i++)
+static void sums_neon(const float *row, int64_t blocks, float reference, double *sums, float *maxima) {
+    const four base = vdupq_n_f32(reference), scale = vdupq_n_f32(1.44269504f), least = vdupq_n_f32(-125.0f);
+    const four round = vdupq_n_f32(ROUND);
+    /* 2^x from -1/2 to 1/2, to 3 parts in a million. */
+    const four c0 = vdupq_n_f32(9.999992614e-1f), c1 = vdupq_n_f32(6.931218144e-1f);
+    const four c2 = vdupq_n_f32(2.402474489e-1f), c3 = vdupq_n_f32(5.591786277e-2f);
+    const four c4 = vdupq_n_f32(9.570100328e-3f);
+    double first = 0.0, second = 0.0;
+    for (int64_t block = 0; block < blocks; block++) {
+        const float *from = row + block * BLOCK;
+        four total = ZERO, moment = ZERO, largest = LOAD(from);
+        for (int at = 0; at < BLOCK; at += 16) {
+            four t[4], whole[4], rest[4], square[4], p[4], high[4];
+            if (block + AHEAD < blocks) __builtin_prefetch(from + AHEAD * BLOCK + at);
+            EACH t[i] = LOAD(from + at + 4 * i);
+            EACH largest = LARGER(largest, t[i]);
+            /* Further down is as good as nothing, and no power of two that a float has. */
+            EACH t[i] = LARGER(vmulq_f32(vsubq_f32(t[i], base), scale), least);
+            EACH whole[i] = vaddq_f32(t[i], round);
+            EACH rest[i] = vsubq_f32(t[i], vsubq_f32(whole[i], round));
+            EACH square[i] = vmulq_f32(rest[i], rest[i]);
+            EACH high[i] = vfmaq_f32(c2, c3, rest[i]);
+            EACH p[i] = vfmaq_f32(c0, c1, rest[i]);
+            EACH high[i] = vfmaq_f32(high[i], c4, square[i]);
+            EACH p[i] = vfmaq_f32(p[i], high[i], square[i]);
+            EACH p[i] = (four)vaddq_s32((int32x4_t)p[i], vshlq_n_s32((int32x4_t)whole[i], 23));
+            EACH total = vaddq_f32(total, p[i]);
+            EACH moment = vfmaq_f32(moment, p[i], t[i]);
+        }
+        first += vaddvq_f32(total), second += vaddvq_f32(moment), maxima[block] = vmaxvq_f32(largest);
+    }
+    sums[0] = first, sums[1] = second * 0.6931471805599453;
+}
+
+static sums_function *fastest_sums(void) { return sums_neon; }
+#else
 /* Sixteen numbers at a time, in words that compilers turn into what a processor has: this waits for sums, and
  * is asked for at every token while somebody looks on. */
 typedef float floats __attribute__((vector_size(64)));
@@ -273,15 +323,6 @@ typedef int32_t integers __attribute__((vector_size(64)));
 #define ALL(x) ((floats){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x})
 /* Where `mask` is set the first, else the other. */
 #define WHERE(mask, a, b) ((floats)(((integers)(a) & (mask)) | ((integers)(b) & ~(mask))))
-/* How far a value may lie from the reference: an exponential of more is no float. */
-#define FAR 80.0f
-
-/* Added to a number and taken away again, this leaves a whole one, which is also in the last bits of the sum. */
-#define ROUND 12582912.0f
-
-/* One pass over `blocks` blocks of a row: the sums of 2^t and of t * 2^t, where t is how far a value lies above
- * `reference` in powers of two, and the maxima of the blocks. In single precision within a block. What is no
- * number, or lies too far above the reference, makes nonsense of the sums. */
 #define SUMS(name, MULTIPLY_ADD)                                                                              \
     static void name(const float *row, int64_t blocks, float reference, double *sums, float *maxima) {        \
         double first = 0.0, second = 0.0;                                                                     \
@@ -325,8 +366,6 @@ typedef int32_t integers __attribute__((vector_size(64)));
         sums[0] = first, sums[1] = second * 0.6931471805599453;                                               \
     }
 
-typedef void sums_function(const float *, int64_t, float, double *, float *);
-
 #define IN_TWO_STEPS(a, b, c) ((a) * (b) + (c))
 SUMS(sums_anywhere, IN_TWO_STEPS)
 
@@ -351,43 +390,33 @@ static sums_function *fastest_sums(void) {
 #else
 static sums_function *fastest_sums(void) { return sums_anywhere; }
 #endif
+#endif
 
-/* What is told of the tokens that were drawn from `count` rows: of each the `k` largest and which they are, the
- * sums of `SUMS` in natural units with their reference behind them, and the token's rank, from 1. `next` and `done` are those of a
- * `job`. */
+/* What is told of `count` rows: of each the `k` largest and which they are, and the sums of that pass in natural
+ * units with their reference behind them. `next` and `done` are those of a `job`. */
 typedef struct {
     const float *rows;
     int64_t count, stride, size, k;
-    const int64_t *tokens;
     int64_t *ids;
     float *values;
     double *sums;
-    int64_t *ranks;
     int64_t next, done, outcome;
 } measures;
 
-/* How many values of a row lie above `mine`. `best` are the k largest. */
-static int64_t count_above(const measures *job, const float *row, float mine, const float *maxima,
-                           const entry *best) {
-    int64_t above = 0;
-    while (above < job->k && best[above].value > mine) above++;
-    if (above < job->k) return above;
-    above = 0;
-    for (int64_t start = 0; start < job->size; start += BLOCK) {
-        if (!(maxima[start / BLOCK] > mine)) continue;
-        int64_t end = start + BLOCK < job->size ? start + BLOCK : job->size;
-        for (int64_t at = start; at < end; at++) above += row[at] > mine;
-    }
-    return above;
-}
+/* Blocks at the beginning of a row that the reference is taken from: the largest of all is not known before the
+ * pass, and tokens that are often used come first. */
+#define FIRST 4
 
 static int64_t measure_row(const measures *job, int64_t at, sums_function *sums_of, entry *room) {
     const float *row = job->rows + at * job->stride;
     int64_t size = job->size, k = job->k, whole = size / BLOCK;
-    float mine = row[job->tokens[at]], reference = mine, *maxima = (float *)(room + k);
+    float *maxima = (float *)(room + k), reference = largest_of(row, size < BLOCK ? size : BLOCK);
     double *sums = job->sums + 3 * at;
+    for (int64_t block = 1; block < FIRST && block < whole; block++) {
+        float other = largest_of_block(row + block * BLOCK);
+        reference = other > reference ? other : reference;
+    }
     for (int again = 0;; again++) {
-        /* What was drawn is mostly near the largest, which is not known before this pass. */
         if (reference - reference == 0.0f) {
             float largest = -__builtin_inff();
             sums_of(row, whole, reference, sums, maxima);
@@ -416,7 +445,6 @@ static int64_t measure_row(const measures *job, int64_t at, sums_function *sums_
         job->ids[at * k + best] = room[best].id;
         job->values[at * k + best] = room[best].value;
     }
-    job->ranks[at] = count_above(job, row, mine, maxima, room) + 1;
     return DONE;
 }
 

@@ -61,7 +61,7 @@ class _Source:
 
     def _event(self, event: Event) -> protocol.Event:
         if self._private and isinstance(event, TokenDrawn):
-            hidden = tuple(dataclasses.replace(each, token=-1, text="") for each in event.alternatives)
+            hidden = tuple(each._replace(token=-1, text="") for each in event.alternatives)
             event = dataclasses.replace(event, token=-1, text="", alternatives=hidden)
         return protocol.Event(event.kind.encode(), json_line(event).encode())
 
