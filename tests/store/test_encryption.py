@@ -7,14 +7,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import perdure
-from perdure.cache.block import Block
+from perdure.cache.block import Block, BlockId
+from perdure.cache.tiers import block_index
 from perdure.cache.tiers.disk import DiskTier, delete_encrypted
 from perdure.cache.tiers.encryption import MARK, Encryption, Seal, read_key
 from perdure.decode.slots import KeptPrefix
@@ -413,3 +414,38 @@ def test_backups_have_state_encrypted_as_it_is(tmp_path: Path) -> None:
     assert found.unread is not None
     assert "cannot be read" in found.unread
     assert np.all([path.is_file() for path in files(tmp_path / "new")])
+
+
+@pytest.mark.parametrize("most", [65_536, 8, 0])
+def test_what_follows_a_block_is_as_without_encryption_whatever_came_and_went(
+    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where few of them are remembered, and after changes that failed."""
+    monkeypatch.setattr(block_index, "_KNOWN", most)
+    random = np.random.default_rng(7)
+    roots = [BlockId(bytes([number]) * 32) for number in range(3)]
+    pool = [
+        Block.make(root, 0, random.integers(0, 3, 6).astype(np.int32), np.zeros((6, 4), np.uint8), None)
+        for root in roots
+        for _ in range(40)
+    ]
+    with opened(tmp_path / "plain", None) as plain, opened(tmp_path / "sealed") as sealed:
+        for step in range(120):
+            some = [pool[at] for at in random.integers(0, len(pool), 5)]
+            for disk in (plain, sealed):
+                if step % 3 == 0:
+                    disk.drop([each.id for each in some])
+                else:
+                    disk.store(some)
+            if step % 10 == 0:
+                with suppress(KeyError), sealed.table.writing():
+                    sealed.table.add(pool[step], 1)
+                    raise KeyError
+            start = random.integers(0, 3, 6).astype(np.int32).tobytes()
+            for root in roots:
+                for back in (False, True):
+                    ids = [
+                        [meta.id for meta in disk.children(root, start=start, back=back)]
+                        for disk in (plain, sealed)
+                    ]
+                    assert ids[0] == ids[1]
