@@ -94,6 +94,11 @@ def test_it_reads_the_hidden_state_the_token_and_the_whole_cache(opened: Opened,
         context.decode(TOKENS)
         rows = expected(context)
         assert np.abs(expected(context, token=8)[0] - rows[0]).max() > 0.1
+        # The hidden state is that of the last token, however many there were in a step.
+        context.decode(TOKENS[:50], 1)
+        context.decode(TOKENS[50:-1], 1)
+        context.decode(TOKENS[-1:], 1)
+        np.testing.assert_allclose(expected(context, 1)[0], rows[0], atol=0.05)
         # The last token, the window and what only the layer without a window sees.
         for place in (79, 60, 3):
             other = [*TOKENS[:place], (TOKENS[place] + 1) % 256, *TOKENS[place + 1 :]]
@@ -112,7 +117,9 @@ def test_its_state_is_that_of_the_model_alone(opened: Opened, model: Model) -> N
         # Every token goes through the last layer there, not the last one alone: it rounds otherwise.
         np.testing.assert_allclose(context.logits().copy(), plain.logits().copy(), atol=1e-3)
         rows = expected(context)
-        context.clear(1)
+        # What was there before is forgotten.
+        context.decode(TOKENS[::-1], 1)
+        guesses(context, 1)
         context.load(plain.save(), 1)
         # There is no hidden state before the next token yet.
         assert guesses(context, 1) == []

@@ -41,6 +41,16 @@ EXTRAS: dict[str, Recipe | Adapter | ControlVector] = {
     "deepseek2-mtp": Recipe(
         name="deepseek2-mtp", architecture="deepseek2", memory="full", fill=next_token.deepseek2
     ),
+    **{
+        f"{name}-mtp": Recipe(
+            name=f"{name}-mtp",
+            architecture=name,
+            memory="sliding",
+            window=next_token.WINDOW,
+            fill=fill,
+        )
+        for name, fill in (("step35", next_token.step35), ("mimo2", next_token.mimo2))
+    },
     "gemma4": Recipe(
         name="gemma4",
         architecture="gemma4",

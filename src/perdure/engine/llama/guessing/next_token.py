@@ -36,6 +36,12 @@ _EXPERTS = frozenset(
     {"deepseek2", "deepseek32", "glm4moe", "glm-dsa", "qwen3next", "qwen35moe", "hy-v3", "cohere2moe"}
 )
 """Those where it has experts."""
+_WINDOWED = {
+    "mimo2": ("attn_qkv", "ffn_gate", "ffn_up", "ffn_down"),
+    "step35": ("attn_q", "attn_k", "attn_v"),
+}
+"""Those of models with a window, which may have several such layers: the first one guesses. And what theirs
+has besides."""
 _NEEDED = ("nextn.eh_proj", "nextn.enorm", "nextn.hnorm")
 
 
@@ -51,23 +57,28 @@ def check_next_token(weights: Weights, memory: MemorySpec, name: str, tensors: C
     if not count:
         raise InvalidInputError(f"{name} has no next-token layers (MTP); guess with a draft model instead")
     architecture = weights.metadata.get("general.architecture", "")
-    if architecture not in _DENSE | _EXPERTS or count != 1:
+    known = _DENSE | _EXPERTS
+    if architecture not in _WINDOWED and (architecture not in known or count != 1):
         raise InvalidInputError(
             f"{name} has {count} next-token layers of {architecture}: one is known here, of "
-            f"{', '.join(sorted(_DENSE | _EXPERTS))}; guess with a draft model instead"
+            f"{', '.join(sorted(known))}, or several of {', '.join(_WINDOWED)}; guess with a draft model "
+            "instead"
         )
     block = f"blk.{int(lib.llama_model_n_layer(weights.handle))}"
-    needed = (*_NEEDED, *(("ffn_gate_inp",) if architecture in _EXPERTS else ()))
+    needed = (*_NEEDED, *_WINDOWED.get(architecture, ()))
+    if architecture in _EXPERTS or (architecture == "step35" and f"{block}.ffn_up.weight" not in tensors):
+        needed = (*needed, "ffn_gate_inp")
     missing = [each for each in needed if f"{block}.{each}.weight" not in tensors]
     if missing:
         raise InvalidInputError(
             f"{name} lacks {', '.join(missing)} of its next-token layer; take a file that was converted with "
             "it, or guess with a draft model"
         )
-    if not memory.has_rows or memory.window is not None:
+    if not memory.has_rows or (memory.window is not None and architecture not in _WINDOWED):
         raise InvalidInputError(
-            f"{name} has a sliding window, or no row for each token: its next-token layers cannot be used "
-            "here; guess with a draft model instead"
+            f"{name} has no row for each token, or a sliding window that is not that of "
+            f"{' or '.join(_WINDOWED)}: its next-token layers cannot be used here; guess with a draft model "
+            "instead"
         )
 
 
@@ -108,9 +119,11 @@ class NextTokenCore:
     def __init__(
         self, weights: Weights, params: Any, memory: MemorySpec, **options: Unpack[CoreKeywords]
     ) -> None:
+        self._slides = memory.has_window
+        """Whether the layers have a window too, which belongs to the end of a state, as the model's does."""
         self.model = StatesCore(weights, params, memory, **options)
         try:
-            self.layers = self.model.open_draft(weights, params, FullAttention())
+            self.layers = self.model.open_draft(weights, params, memory if self._slides else FullAttention())
         except BaseException:
             self.model.close()
             raise
@@ -269,31 +282,31 @@ class NextTokenCore:
         self._recent.clear()
 
     def read(self, seq: int, *, partial: bool) -> NDArray[np.uint8]:
-        if partial:
+        if partial and not self._slides:
             return self.model.read(seq, partial=True)
         self._catch_up(seq)
-        first = self.model.read(seq, partial=False)
-        size = np.frombuffer(len(first).to_bytes(_SIZE, "little"), np.uint8)
-        return np.concatenate([size, first, self.layers.read(seq, partial=False)])
+        return _joined(self.model.read(seq, partial=partial), self.layers.read(seq, partial=partial))
 
     def write(self, seq: int, state: NDArray[np.uint8], *, partial: bool) -> bool:
         self._take_states()
         if partial:
-            good = self.model.write(seq, state, partial=True)
+            ours, theirs = _parted(state) if self._slides else (state, None)
+            good = self.model.write(seq, ours, partial=True)
             self._cut_layers(seq, self.model.newest(seq) + 1)
-            return good
+            return good and (theirs is None or self.layers.write(seq, theirs, partial=True))
         self._replaced(seq)
-        end = _SIZE + int.from_bytes(state[:_SIZE].tobytes(), "little")
-        return self.model.write(seq, state[_SIZE:end], partial=False) and self.layers.write(
-            seq, state[end:], partial=False
-        )
+        ours, theirs = _parted(state)
+        return self.model.write(seq, ours, partial=False) and self.layers.write(seq, theirs, partial=False)
 
     def capture(self, seq: int) -> Capture:
         self._catch_up(seq)
         model, layers = self.model.capture(seq), self.layers.capture(seq)
         if model.rows is None or layers.rows is None:
             return Capture(None, self.read(seq, partial=False))
-        return Capture(_JoinedRows(model.rows, layers.rows), model.tail_state)
+        tail = model.tail_state
+        if tail is not None and layers.tail_state is not None:
+            tail = _joined(tail, layers.tail_state)
+        return Capture(_JoinedRows(model.rows, layers.rows), tail)
 
     def assemble(self, seq: int, pieces: Sequence[NDArray[np.uint8]], rest: NDArray[np.uint8] | None) -> bool:
         if not pieces:
@@ -302,7 +315,10 @@ class NextTokenCore:
         self._replaced(seq)
         width = self.model.row_bytes(seq)
         ours, theirs = ([piece[:, part] for piece in pieces] for part in (slice(width), slice(width, None)))
-        return self.model.assemble(seq, ours, rest) and self.layers.assemble(seq, theirs, None)
+        window = None
+        if self._slides and rest is not None:
+            rest, window = _parted(rest)
+        return self.model.assemble(seq, ours, rest) and self.layers.assemble(seq, theirs, window)
 
     def row_bytes(self, seq: int) -> int | None:
         self._catch_up(seq)
@@ -366,6 +382,16 @@ class NextTokenCore:
 
     def can_shift(self) -> bool:
         return self.model.can_shift()
+
+
+def _joined(model: NDArray[np.uint8], layers: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Both parts of a state as one."""
+    return np.concatenate([np.frombuffer(len(model).to_bytes(_SIZE, "little"), np.uint8), model, layers])
+
+
+def _parted(state: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    end = _SIZE + int.from_bytes(state[:_SIZE].tobytes(), "little")
+    return state[_SIZE:end], state[end:]
 
 
 class _JoinedRows:
