@@ -149,6 +149,14 @@ def test_the_sessions_of_a_replica_that_was_killed_are_free_at_once(
         store.add(info, more(info), parent=info.head, expected=info.head)
 
 
+def test_stores_in_one_database_do_not_wait_for_each_other(postgres: PostgresServer, tmp_path: Path) -> None:
+    """Each schema counts its holders from 1, and their locks are those of the whole database."""
+    urls = [postgres.url(tmp_path / name, timeout=2) for name in ("one", "two")]
+    with closing(open_store(stand_in(urls[0]))) as one, closing(open_store(stand_in(urls[1]))) as two:
+        for store in (one, two):
+            assert store.take(created(store, "s", 1))
+
+
 def test_a_lease_lasts_for_as_long_as_its_holder_lives(postgres: PostgresServer, tmp_path: Path) -> None:
     """A turn may take longer than a lease: it is renewed meanwhile."""
     stand_in(postgres.url(tmp_path, lease=0.3))

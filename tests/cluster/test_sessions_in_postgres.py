@@ -17,7 +17,7 @@ from sessions import test_second_store
 from subjects import Subject
 
 
-def _copied(test: Callable[..., None]) -> Callable[..., None]:
+def copied(test: Callable[..., None]) -> Callable[..., None]:
     """The same test as another object: a mark on it is not one on the first."""
     copy = types.FunctionType(
         test.__code__, test.__globals__, test.__name__, test.__defaults__, test.__closure__
@@ -35,7 +35,7 @@ _QUICK = re.compile(r"test_(d2|d4|w5|x7)_|test_d1_two|test_a_session_goes_on|tes
 
 for name, test in list(vars(test_second_store).items()):
     if name.startswith("test_") and callable(test):
-        globals()[name] = test if _QUICK.match(name) else pytest.mark.soak(_copied(test))
+        globals()[name] = test if _QUICK.match(name) else pytest.mark.soak(copied(test))
 
 
 @pytest.fixture(autouse=True)

@@ -8,9 +8,13 @@ replica that was thought dead and comes back is refused, and has changed nothing
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
+import time
+import zlib
 from contextlib import suppress
+from queue import Empty, SimpleQueue
 
 import psycopg
 
@@ -20,9 +24,6 @@ from perdure.sessions.store.postgres.database import PostgresDatabase
 
 log = logging.getLogger("perdure.sessions")
 
-_HOLDERS = 0x50455246
-"""The first number of the lock that a holder keeps for as long as its connection lives; the second is its
-own."""
 _TAKE = """
     INSERT INTO lease AS l (session, token, holder, expires)
     VALUES (?, 1, ?, clock_timestamp() + make_interval(secs => ?))
@@ -39,9 +40,12 @@ class Leases:
     Always holds: what `fence` lets pass is committed before another can take the session.
     """
 
-    def __init__(self, database: PostgresDatabase, seconds: float) -> None:
+    def __init__(self, database: PostgresDatabase, seconds: float, schema: str) -> None:
         self._db = database
         self._seconds = seconds
+        self._holders = zlib.crc32(f"perdure {schema}".encode()) >> 1
+        """The first number of the lock that a holder keeps for as long as its connection lives; the second is
+        its own. Locks are of a database, and each schema in it counts its holders from 1."""
         self._tokens: dict[int, int] = {}
         """By session, what was given at `take`; kept when a lease is lost, so that it is refused."""
         self._taking: set[int] = set()
@@ -49,11 +53,13 @@ class Leases:
         self._changing = threading.RLock()
         """Reentrant: the garbage collector may drop a job, and so release its session, in a call."""
         self._ending = threading.Event()
+        self._left: SimpleQueue[tuple[int, int] | None] = SimpleQueue()
+        """Leases that the thread is to give back, by session and token; None to wake it."""
         [(number,)] = database.rows("SELECT nextval('holder_number') % 2147483647")
         self._holder = int(number)
         self._presence: psycopg.Connection[tuple[object, ...]] | None = None
         self._be_present()
-        self._thread = threading.Thread(target=self._renew, name="perdure-leases", daemon=True)
+        self._thread = threading.Thread(target=self._look_after, name="perdure-leases", daemon=True)
         self._thread.start()
 
     def take(self, session: SessionInfo) -> bool:
@@ -82,16 +88,13 @@ class Leases:
     def release(self, session: SessionInfo) -> None:
         with self._changing:
             token = self._tokens.pop(session.number, None)
-        if token is not None and not self._ending.is_set():
-            # A server that cannot be reached now lets it run out.
-            with suppress(PerdureError):
-                self._db.change(
-                    "UPDATE lease SET holder = NULL, expires = '-infinity'"
-                    " WHERE session = ? AND token = ? AND holder = ?",
-                    session.number,
-                    token,
-                    self._holder,
-                )
+        if token is None or self._ending.is_set():
+            return
+        if _in_event_loop():
+            # A job that its client has left is dropped there: nobody waits for the server then.
+            self._left.put((session.number, token))
+        else:
+            self._give_back(session.number, token)
 
     def fence(self, session: SessionInfo) -> None:
         """Within a transaction: refuse a holder whose lease another has taken since. Nobody takes it before
@@ -106,6 +109,7 @@ class Leases:
 
     def close(self) -> None:
         self._ending.set()
+        self._left.put(None)
         self._thread.join(self._seconds)
         with suppress(PerdureError):
             self._db.change(
@@ -129,7 +133,7 @@ class Leases:
             " AND k.classid = ? AND k.objid = l.holder"
             " AND k.database = (SELECT oid FROM pg_database WHERE datname = current_database()))",
             session,
-            _HOLDERS,
+            self._holders,
         )
         return int(rows[0][0]) if rows and rows[0][0] is not None else None
 
@@ -140,25 +144,45 @@ class Leases:
         )
         return not rows or rows[0][0] != self._tokens.get(session) or rows[0][1] != self._holder
 
-    def _renew(self) -> None:
-        failing = False
-        while not self._ending.wait(self._seconds / 3):
-            try:
-                self._be_present()
-                self._db.change(
-                    "UPDATE lease SET expires = clock_timestamp() + make_interval(secs => ?)"
-                    " WHERE holder = ? AND session = ANY(?)",
-                    self._seconds,
-                    self._holder,
-                    list(self._tokens),
-                )
-                failing = False
-            except PerdureError as error:
-                if not failing:
-                    log.warning("leases cannot be renewed: %s", error)
-                failing = True
-            except Exception:
-                log.exception("leases cannot be renewed")
+    def _give_back(self, session: int, token: int) -> None:
+        # A server that cannot be reached now lets it run out.
+        with suppress(PerdureError):
+            self._db.change(
+                "UPDATE lease SET holder = NULL, expires = '-infinity'"
+                " WHERE session = ? AND token = ? AND holder = ?",
+                session,
+                token,
+                self._holder,
+            )
+
+    def _look_after(self) -> None:
+        """Renew what is held every third of a lease, and give back what was left."""
+        due, failing = time.monotonic() + self._seconds / 3, False
+        while not self._ending.is_set():
+            with suppress(Empty):
+                if (left := self._left.get(timeout=max(0.0, due - time.monotonic()))) is not None:
+                    self._give_back(*left)
+            if time.monotonic() >= due:
+                due, failing = time.monotonic() + self._seconds / 3, not self._renew(failing=failing)
+
+    def _renew(self, *, failing: bool) -> bool:
+        """Whether it could be done; a failure is told once."""
+        try:
+            self._be_present()
+            self._db.change(
+                "UPDATE lease SET expires = clock_timestamp() + make_interval(secs => ?)"
+                " WHERE holder = ? AND session = ANY(?)",
+                self._seconds,
+                self._holder,
+                list(self._tokens),
+            )
+            return True
+        except PerdureError as error:
+            if not failing:
+                log.warning("leases cannot be renewed: %s", error)
+        except Exception:
+            log.exception("leases cannot be renewed")
+        return False
 
     def _be_present(self) -> None:
         """Have a connection that the server sees break when this process ends, however it ends."""
@@ -171,8 +195,17 @@ class Leases:
         made = self._db.connect()
         try:
             made.execute("SET idle_session_timeout = 0")
-            made.execute("SELECT pg_advisory_lock(%s, %s)", [_HOLDERS, self._holder])
+            made.execute("SELECT pg_advisory_lock(%s, %s)", [self._holders, self._holder])
         except BaseException:
             made.close()
             raise
         self._presence = made
+
+
+def _in_event_loop() -> bool:
+    """Whether this thread is one that must not wait."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

@@ -39,7 +39,7 @@ class PostgresStore(SqlStore):
             """Keys of clients, and what they have used, over all replicas."""
             self._leases: Leases | None = None
             if not readonly:
-                self._leases = Leases(self.database, place.lease)
+                self._leases = Leases(self.database, place.lease, place.schema)
                 held.callback(self._leases.close)
             self._held = held.pop_all()
 
