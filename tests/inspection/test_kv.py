@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from inspection.reference import Llama
+from inspection.reference import Gemma3, Llama
 from perdure import InvalidInputError, Model
 from perdure.testing.toy import ToyModel
+from zoo.attention import GEMMA3_GLOBAL, GEMMA3_WINDOW
 
 ZooPath = Callable[[str], Path]
 TOKENS = [5, 17, 3, 40, 9, 22, 61, 8, 30, 12]
@@ -76,9 +78,50 @@ def test_what_there_is_not_is_refused_with_numbers(model: Model) -> None:
             ctx.kv_of(np.zeros((2, 3), np.uint8))
 
 
-@pytest.mark.parametrize("name", ["gemma3", "mamba"])
-def test_a_model_with_other_memories_is_refused(zoo_path: ZooPath, name: str) -> None:
-    with Model(zoo_path(name)).context(n_ctx=256, threads=1) as ctx:
+@pytest.mark.parametrize("settings", [{}, {"n_seq": 2}, {"swa_full": True}])
+def test_layers_with_a_window_have_what_it_still_holds(zoo_path: ZooPath, settings: dict[str, Any]) -> None:
+    """Global layers have all tokens, sliding ones the last; both equal a model in NumPy."""
+    reference = Gemma3(zoo_path("gemma3"), GEMMA3_WINDOW)
+    tokens = [(7 * at * at + 3 * at) % 60 + 2 for at in range(100)]
+    expected = reference(tokens)
+    with Model(zoo_path("gemma3")).context(
+        n_ctx=256, threads=1, k_type="f32", v_type="f32", **settings
+    ) as ctx:
+        # Also a sequence that the window has not left yet.
+        ctx.decode(tokens[:10])
+        short = ctx.kv(rope=False)
+        assert short.start == 0
+        assert short.layers == tuple(range(reference.layers))
+        np.testing.assert_allclose(short.k, np.stack(expected.keys)[:, :10], atol=0.02)
+        ctx.decode(tokens[10:])
+        whole = ctx.kv(0, GEMMA3_GLOBAL, rope=False)
+        assert (whole.start, whole.tokens) == (0, 100)
+        np.testing.assert_allclose(whole.k[0], expected.keys[GEMMA3_GLOBAL], atol=0.02)
+        kv, plain = ctx.kv(), ctx.kv(rope=False)
+        assert kv.start >= 100 - GEMMA3_WINDOW - 1
+        assert kv.start + kv.tokens == 100
+        for layer in range(reference.layers):
+            for ours, theirs in (
+                (kv.k, expected.rotated_keys),
+                (plain.k, expected.keys),
+                (kv.v, expected.values),
+            ):
+                np.testing.assert_allclose(ours[layer], theirs[layer][kv.start :], atol=0.02)
+        part = ctx.kv(0, 2, 90, 95)
+        np.testing.assert_array_equal(part.k[0], kv.k[2, 90 - kv.start : 95 - kv.start])
+        with pytest.raises(InvalidInputError, match=rf"layer 2 keeps a window: .* from {kv.start} on"):
+            ctx.kv(0, 2, 3, 95)
+        with pytest.raises(InvalidInputError, match=r"layers \[5\] have all 100"):
+            ctx.kv(0, None, 0)
+        rows = ctx.capture().rows
+        assert rows is not None
+        np.testing.assert_array_equal(ctx.kv_of(rows.cut(4, 8), start=4).k, ctx.kv(0, 5, 4, 8).k)
+        with pytest.raises(InvalidInputError, match="layer 2 keeps a window"):
+            ctx.kv_of(rows.cut(4, 8), 2, start=4)
+
+
+def test_a_model_with_other_memories_is_refused(zoo_path: ZooPath) -> None:
+    with Model(zoo_path("mamba")).context(n_ctx=256, threads=1) as ctx:
         ctx.decode(TOKENS)
         with pytest.raises(InvalidInputError, match="cannot be told apart"):
             ctx.kv()

@@ -42,6 +42,9 @@ def test_experts_are_on_the_page_and_what_is_missing_is_said(zoo_path: ZooPath) 
     assert "<h2>Experts" in analysed(zoo_path("qwen3moe"), "a text")
     page = analysed(zoo_path("mamba"), "a text")
     assert "No keys and values" in page
+    page = analysed(zoo_path("gemma3"), "a text that is longer than the window of this model " * 6)
+    assert "<h2>Keys and values" in page
+    assert re.search(r"Keys and values from token \d+ on: a window has no earlier ones", page)
 
 
 def test_a_hostile_text_stays_text(zoo_path: ZooPath) -> None:

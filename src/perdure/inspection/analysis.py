@@ -88,6 +88,8 @@ def analyse(
         k_norms = v_norms = k_rank = None
         try:
             kv = ctx.kv(rope=False)
+            if kv.start:
+                notes.append(f"Keys and values from token {kv.start} on: a window has no earlier ones.")
             k_norms, v_norms = (norms(each).mean(axis=-1) for each in (kv.k, kv.v))
             k_rank = effective_rank(kv.k).mean(axis=-1)
         except InvalidInputError as error:

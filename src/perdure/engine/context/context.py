@@ -29,7 +29,14 @@ from perdure.engine.contract import (
     Tokens,
     check_token,
 )
-from perdure.engine.key_values import KeyValueCore, KeyValues
+from perdure.engine.key_values import (
+    NO_NUMBERS,
+    KeyValueCore,
+    KeyValueReader,
+    KeyValues,
+    read_rows,
+    read_sequence,
+)
 from perdure.engine.logits import LogitsView
 from perdure.engine.state import Checkpoint
 from perdure.engine.trace import Trace, checked_parts
@@ -40,11 +47,6 @@ from perdure.errors import (
     InvalidInputError,
     RowError,
     SequenceError,
-)
-
-_NO_NUMBERS = (
-    "keys and values cannot be told apart here: that needs flash attention, and a model all of whose layers "
-    "keep a row of both for each token"
 )
 
 # State calls: what a sequence holds, as bytes, checkpoints, and rows by token.
@@ -165,25 +167,25 @@ class StateCalls(GuardedCore):
         self,
         seq: int = 0,
         layer: int | None = None,
-        start: int = 0,
+        start: int | None = None,
         stop: int | None = None,
         *,
         rope: bool = True,
     ) -> KeyValues:
         """Keys and values of the tokens `start` to `stop` of `seq` as numbers, of a layer or of all layers,
         whatever their type in the cache. Without `rope`, keys are as they were before their positions
-        rotated them."""
+        rotated them. Layers with a window have its tokens: without a start, the first one is that which all
+        these layers still have."""
         with self._turn(seq):
             length = len(self._held(seq))
-            stop = length if stop is None else stop
-            for name, value in (("start", start), ("stop", stop)):
-                check_whole(name, value, 0, length)
-            if start >= stop:
-                raise InvalidInputError(f"tokens {start} to {stop} are none: give a stop above the start")
-            rows = self._core.capture(seq).rows
-            if rows is None:
-                raise InvalidInputError(_NO_NUMBERS)
-            return self.kv_of(rows.cut(start, stop), layer, start=start, rope=rope)
+            captured = self._core.capture(seq)
+            return read_sequence(self._kv_reader(), captured, length, layer, start, stop, rope=rope)
+
+    def _kv_reader(self) -> KeyValueReader:
+        reader = self._core.key_values() if isinstance(self._core, KeyValueCore) else NO_NUMBERS
+        if isinstance(reader, str):
+            raise InvalidInputError(reader)
+        return reader
 
     def trace(
         self,
@@ -217,25 +219,11 @@ class StateCalls(GuardedCore):
         """The same of rows that were captured here, such as those of a stored block whose first token is at
         position `start`."""
         with self._turn():
-            core, width = self._core, self.row_bytes()
-            count = core.kv_layers if isinstance(core, KeyValueCore) else 0
-            if not count or not isinstance(core, KeyValueCore):
-                raise InvalidInputError(_NO_NUMBERS)
+            width = self.row_bytes()
+            reader = self._kv_reader()
             if rows.ndim != 2 or rows.shape[1] != width:
                 raise InvalidInputError(f"rows have {width} bytes here, got an array of shape {rows.shape}")
-            if layer is not None:
-                check_whole("layer", layer, 0, count - 1)
-            layers = tuple(range(count)) if layer is None else (layer,)
-            found = [core.key_values(rows, each) for each in layers]
-            if not rope:
-                rotation = core.rope()
-                if isinstance(rotation, str):
-                    raise InvalidInputError(
-                        f"keys cannot be had as they were before RoPE: {rotation}; leave rope on"
-                    )
-                found = [(rotation.undo(k, start), v) for k, v in found]
-            k, v = (np.stack([pair[at] for pair in found]) for at in (0, 1))
-            return KeyValues(k=k, v=v, layers=layers, start=start, rotated=rope)
+            return read_rows(reader, rows, layer, start, rope=rope)
 
     def limit_scratch(self, nbytes: int) -> int:
         """Keep at most `nbytes` between calls for states on their way in or out; how much that may come to.

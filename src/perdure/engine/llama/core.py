@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from perdure import system
 from perdure.engine.contract import Adapter, Batch, BatchPart, Capture, Floats, Outcome
-from perdure.engine.key_values import Rope
+from perdure.engine.key_values import NO_NUMBERS, Rope
 from perdure.engine.llama.adapters import ControlVector, LlamaAdapter
 from perdure.engine.llama.inspection.kv_numbers import KvNumbers
 from perdure.engine.llama.native import declarations, layout, library
@@ -313,25 +313,10 @@ class LlamaCore:
             return Capture(None, state.copy())
         return Capture(rows, tail_state)
 
-    @property
-    def kv_layers(self) -> int:
-        numbers = self._kv_numbers()
-        return 0 if numbers is None else numbers.layers
-
-    def key_values(self, rows: NDArray[np.uint8], layer: int) -> tuple[Floats, Floats]:
-        numbers = self._kv_numbers()
-        assert numbers is not None
-        return numbers.read(rows, layer)
-
-    def rope(self) -> Rope | str:
-        return self._rope()
-
-    def _kv_numbers(self) -> KvNumbers | None:
+    def key_values(self) -> KvNumbers | str:
         if self._layout is None:
-            return None
-        count = int(self._lib.llama_model_n_layer(self._weights.handle))
-        heads = int(self._lib.llama_model_n_head(self._weights.handle))
-        return KvNumbers(self._layout, self._weights.metadata, count, heads)
+            return NO_NUMBERS
+        return KvNumbers.of(self._layout, self._weights, self._n_streams, self._rope)
 
     def assemble(
         self, seq: int, pieces: Sequence[NDArray[np.uint8]], tail_state: NDArray[np.uint8] | None

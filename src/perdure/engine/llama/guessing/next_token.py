@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.engine.contract import Adapter, Batch, BatchPart, Capture, Floats, Outcome, TokenRows
-from perdure.engine.key_values import Rope
+from perdure.engine.key_values import KeyValueReader
 from perdure.engine.llama.core import CoreKeywords
 from perdure.engine.llama.guessing.hidden_states import LastStep, Recent, StatesCore
 from perdure.engine.llama.native import library
@@ -352,15 +352,8 @@ class NextTokenCore:
     def reads_on(self) -> bool:
         return self.model.reads_on
 
-    @property
-    def kv_layers(self) -> int:
-        return self.model.kv_layers
-
-    def key_values(self, rows: NDArray[np.uint8], layer: int) -> tuple[Floats, Floats]:
-        return self.model.key_values(rows, layer)
-
-    def rope(self) -> Rope | str:
-        return self.model.rope()
+    def key_values(self) -> KeyValueReader | str:
+        return self.model.key_values()
 
     def row(self, index: int) -> Floats:
         return self.model.row(index)

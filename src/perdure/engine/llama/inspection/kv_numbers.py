@@ -2,43 +2,103 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perdure.engine.contract import Floats
-from perdure.engine.key_values import Rope
+from perdure.engine.key_values import NO_NUMBERS, Rope
 from perdure.engine.llama.native import library
-from perdure.engine.llama.native.layout import Layout
+from perdure.engine.llama.native.layout import Layout, window
+from perdure.engine.llama.weights import Weights
 from perdure.errors import EngineError
 
 _NEIGHBOURS, _HALVES, _NONE = 0, 2, -1
 """The library's numbers for how pairs of a head are rotated."""
 
 
-class KvNumbers:
-    """Reads keys and values out of captured rows."""
+_WINDOWS = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2}
+"""Architectures that the library gives windows in all layers but every n-th."""
+_WINDOW_BASES = {"gemma3": 10000.0}
+"""Of their rotation in layers with a window, where it is not that of the others."""
 
-    def __init__(self, layout: Layout, metadata: Mapping[str, str], n_layer: int, n_head: int) -> None:
+
+class KvNumbers:
+    """Reads keys and values out of captured rows, and out of the tail state of models with windows."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        metadata: Mapping[str, str],
+        sizes: tuple[int, int],
+        windows: tuple[int, ...],
+        n_layer: int,
+        streams: int,
+        rope: Callable[[], Rope | str],
+    ) -> None:
+        self._layout, self._metadata, self._sizes = layout, metadata, sizes
+        self._streams, self._rope = streams, rope
+        self.window_layers = windows
+        self.layers = tuple(layer for layer in range(n_layer) if layer not in windows)
+
+    @classmethod
+    def of(
+        cls, layout: Layout, weights: Weights, streams: int, rope: Callable[[], Rope | str]
+    ) -> KvNumbers | str:
+        """Those of one context; a text says why there are none."""
+        metadata, lib = weights.metadata, library.load()
         architecture = metadata.get("general.architecture", "")
+        n_layer = int(lib.llama_model_n_layer(weights.handle))
+        n_head = int(lib.llama_model_n_head(weights.handle))
 
         def size(name: str) -> int:
             known = metadata.get(f"{architecture}.attention.{name}_length")
             return int(known) if known else int(metadata[f"{architecture}.embedding_length"]) // n_head
 
-        self._layout = layout
-        self._sizes = size("key"), size("value")
-        # Caches of several kinds, values kept elsewhere, and rows that are rotated once more are not read.
-        whole = layout.layers == n_layer and len(layout.regions) == 2 * n_layer
-        self.layers = n_layer if whole and not any(layout.figures) else 0
+        windows: tuple[int, ...] = ()
+        if int(lib.llama_model_n_swa(weights.handle)) > 0:
+            if (period := _WINDOWS.get(architecture)) is None:
+                return f"which layers of {architecture or 'this model'} keep a window is not known here"
+            windows = tuple(layer for layer in range(n_layer) if layer % period < period - 1)
+        # Values kept elsewhere, other kinds of caches, and rows that are rotated once more are not read.
+        kept = n_layer - len(windows)
+        if layout.layers != kept or len(layout.regions) != 2 * kept or any(layout.figures):
+            return NO_NUMBERS
+        return cls(layout, metadata, (size("key"), size("value")), windows, n_layer, streams, rope)
 
     def read(self, rows: NDArray[np.uint8], layer: int) -> tuple[Floats, Floats]:
         """Keys and values of a layer by (token, head, number)."""
+        return self._numbers(self._layout, rows, self.layers.index(layer), len(self.layers))
+
+    def read_window(self, tail_state: NDArray[np.uint8], layer: int) -> tuple[int, Floats, Floats]:
+        """The same of a layer with a window, and the position of the first token that it has."""
+        found = window(tail_state, self._streams)
+        count = len(self.window_layers)
+        if found is None or found[0].layers != count or len(found[0].regions) != 2 * count:
+            raise EngineError("the window of this context is laid out otherwise than its layers say")
+        layout, start, rows = found
+        at = self.window_layers.index(layer)
+        return start, *self._numbers(layout, rows.cut(0, len(rows)), at, count)
+
+    def rope(self, layer: int) -> Rope | str:
+        """How its keys are rotated."""
+        rope = self._rope()
+        architecture = self._metadata.get("general.architecture", "")
+        base = self._metadata.get(f"{architecture}.rope.freq_base_swa") or _WINDOW_BASES.get(architecture)
+        if isinstance(rope, str) or layer not in self.window_layers or base is None:
+            return rope
+        return dataclasses.replace(rope, base=float(base), scale=1.0)
+
+    def _numbers(
+        self, layout: Layout, rows: NDArray[np.uint8], place: int, layers: int
+    ) -> tuple[Floats, Floats]:
+        """Of the layer in this place among those that the rows have."""
         found = []
-        for region, size in zip((layer, self.layers + layer), self._sizes, strict=True):
-            kind, width = self._layout.regions[region]
-            at = self._layout.extension + sum(each for _, each in self._layout.regions[:region])
+        for region, size in zip((place, layers + place), self._sizes, strict=True):
+            kind, width = layout.regions[region]
+            at = layout.extension + sum(each for _, each in layout.regions[:region])
             numbers = floats(kind, np.ascontiguousarray(rows[:, at : at + width]).reshape(-1))
             found.append(numbers.reshape(len(rows), -1, size))
         return found[0], found[1]

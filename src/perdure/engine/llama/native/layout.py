@@ -194,6 +194,24 @@ def discover(state: Bytes, tail_state: Bytes | None, seq: int, streams: int) -> 
     return None
 
 
+def window(tail_state: Bytes, streams: int) -> tuple[Layout, int, TokenRows] | None:
+    """The rows of a window's cells, which a tail state has with an opening of its own, in the order of their
+    positions, with the first position; None where no reading accounts for every byte and position."""
+    (seq,) = struct.unpack_from("<i", tail_state.tobytes()[:8], 4)
+    for extension, figures in itertools.product(_EXTENSIONS, _FIGURES):
+        layout = _read(tail_state, seq, streams, extension, figures)
+        cells, at = (None, 0) if layout is None else layout._cells(tail_state)
+        if layout is None or cells is None:
+            continue
+        positions = np.ascontiguousarray(cells[:, :4]).view("<i4").reshape(-1)
+        order = np.argsort(positions)
+        if not np.array_equal(positions[order], positions.min() + np.arange(len(cells))):
+            continue
+        runs = layout._runs(tail_state, at + 8 + len(layout.figures), len(cells))
+        return layout, int(positions.min()), TokenRows(cells[:, 8 : 8 + extension], runs, order)
+    return None
+
+
 def _read(body: Bytes, seq: int, streams: int, extension: int, figures: int) -> Layout | None:
     data = memoryview(body)  # type: ignore[arg-type]
     try:
