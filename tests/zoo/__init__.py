@@ -51,6 +51,7 @@ EXTRAS: dict[str, Recipe | Adapter | ControlVector] = {
         )
         for name, fill in (("step35", next_token.step35), ("mimo2", next_token.mimo2))
     },
+    "qwen35-mtp": Recipe(name="qwen35-mtp", architecture="qwen35", memory="hybrid", fill=next_token.qwen35),
     "gemma4": Recipe(
         name="gemma4",
         architecture="gemma4",

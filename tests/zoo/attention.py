@@ -49,10 +49,17 @@ def sizes(
 
 
 def attend(
-    sheet: Sheet, block: str, *, heads: int = HEADS, kv_heads: int = KV_HEADS, norms: bool = False
+    sheet: Sheet,
+    block: str,
+    *,
+    heads: int = HEADS,
+    kv_heads: int = KV_HEADS,
+    norms: bool = False,
+    queries: int | None = None,
 ) -> None:
+    """`queries` is how many heads the matrix of queries has, where it has more than are used for them."""
     sheet.vector(f"{block}.attn_norm.weight", WIDTH)
-    sheet.matrix(f"{block}.attn_q.weight", heads * HEAD, WIDTH, gain=FOCUS)
+    sheet.matrix(f"{block}.attn_q.weight", (queries or heads) * HEAD, WIDTH, gain=FOCUS)
     sheet.matrix(f"{block}.attn_k.weight", kv_heads * HEAD, WIDTH)
     sheet.matrix(f"{block}.attn_v.weight", kv_heads * HEAD, WIDTH)
     sheet.matrix(f"{block}.attn_output.weight", WIDTH, heads * HEAD, gain=MIXED)
@@ -61,8 +68,8 @@ def attend(
         sheet.vector(f"{block}.attn_k_norm.weight", HEAD)
 
 
-def feed_forward(sheet: Sheet, block: str, *, width: int = WIDTH) -> None:
-    sheet.vector(f"{block}.ffn_norm.weight", width)
+def feed_forward(sheet: Sheet, block: str, *, width: int = WIDTH, norm: str = "ffn_norm") -> None:
+    sheet.vector(f"{block}.{norm}.weight", width)
     sheet.matrix(f"{block}.ffn_gate.weight", FEED_FORWARD, width)
     sheet.matrix(f"{block}.ffn_up.weight", FEED_FORWARD, width)
     sheet.matrix(f"{block}.ffn_down.weight", width, FEED_FORWARD)

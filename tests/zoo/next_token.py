@@ -67,3 +67,44 @@ def mimo2(sheet: Sheet, vocabulary: int) -> None:
         sheet.matrix(f"{block}.attn_qkv.weight", (HEADS + 2 * KV_HEADS) * HEAD, WIDTH, gain=1.2)
         sheet.matrix(f"{block}.attn_output.weight", WIDTH, HEADS * HEAD, gain=MIXED)
         feed_forward(sheet, block)
+
+
+STATE, STATE_HEADS, STATE_GROUPS, CONVOLVED = 32, 4, 2, 4
+"""Of the recurrent layers: values of a head, heads, heads of keys, tokens that a convolution sees."""
+
+
+def qwen35(sheet: Sheet, vocabulary: int) -> None:
+    """A hybrid: of recurrent layers (gated delta net) and others in turn; the one that guesses attends."""
+    layers = 4
+    sizes(sheet, layers + 1)
+    sheet.set(
+        nextn_predict_layers=1,
+        full_attention_interval=2,
+        ssm__conv_kernel=CONVOLVED,
+        ssm__inner_size=STATE * STATE_HEADS,
+        ssm__state_size=STATE,
+        ssm__time_step_rank=STATE_HEADS,
+        ssm__group_count=STATE_GROUPS,
+        rope__dimension_sections=[8, 4, 4, 0],
+    )
+    ends(sheet, vocabulary)
+    values = STATE * STATE_HEADS
+    mixed = values + 2 * STATE * STATE_GROUPS
+    for layer in range(layers + 1):
+        block = f"blk.{layer}"
+        feed_forward(sheet, block, norm="post_attention_norm")
+        if layer == layers or layer % 2:
+            # Half of what a query's matrix gives is a gate.
+            attend(sheet, block, norms=True, queries=2 * HEADS)
+            continue
+        sheet.vector(f"{block}.attn_norm.weight", WIDTH)
+        sheet.matrix(f"{block}.attn_qkv.weight", mixed, WIDTH)
+        sheet.matrix(f"{block}.attn_gate.weight", values, WIDTH)
+        sheet.matrix(f"{block}.ssm_conv1d.weight", mixed, CONVOLVED)
+        sheet.vector(f"{block}.ssm_dt.bias", STATE_HEADS, around=-3.0)
+        sheet.vector(f"{block}.ssm_a", STATE_HEADS, around=-0.5)
+        for name in ("beta", "alpha"):
+            sheet.matrix(f"{block}.ssm_{name}.weight", STATE_HEADS, WIDTH)
+        sheet.vector(f"{block}.ssm_norm.weight", STATE)
+        sheet.matrix(f"{block}.ssm_out.weight", WIDTH, values)
+    guessing(sheet, f"blk.{layers}")
