@@ -13,12 +13,13 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import psycopg
 
+from perdure import SessionError
 from perdure.sessions.sessions import Sessions
 from perdure.sessions.store.postgres.place import stand_in
 from perdure.sessions.store.registry import verify
@@ -85,7 +86,12 @@ def killed_at(point: int, fault: str) -> None:
 
 def act(folder: Path, acknowledged: Path, point: int, fault: str) -> None:
     killed_at(point, fault)
-    with closing(Sessions(folder)) as sessions, acknowledged.open("ab", buffering=0) as out:
+    # Who is refused something has nothing more to tell.
+    with (
+        suppress(SessionError if fault else ()),
+        closing(Sessions(folder)) as sessions,
+        acknowledged.open("ab", buffering=0) as out,
+    ):
         for name in changes(sessions):
             out.write(f"{name}\n".encode())
 
