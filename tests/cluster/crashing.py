@@ -88,7 +88,7 @@ def act(folder: Path, acknowledged: Path, point: int, fault: str) -> None:
     killed_at(point, fault)
     # Who is refused something has nothing more to tell.
     with (
-        suppress(SessionError if fault else ()),
+        suppress(*([SessionError] if fault else [])),
         closing(Sessions(folder)) as sessions,
         acknowledged.open("ab", buffering=0) as out,
     ):
