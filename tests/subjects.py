@@ -28,7 +28,7 @@ Row = NDArray[np.float32]
 
 TOYS = {f"toy-{kind.name}": kind for kind in MEMORY_KINDS}
 MLX = {f"mlx-{name}": name for name in folders.FOLDERS} if folders.HERE else {}
-NEXT_TOKEN = ["deepseek2-mtp", "step35-mtp"]
+NEXT_TOKEN = ["deepseek2-mtp", "step35-mtp", "qwen35-mtp"]
 """Models whose contexts have their next-token layers too."""
 NAMES = [*TOYS, *zoo.names(), *NEXT_TOKEN, *MLX]
 SOAKED = [*NEXT_TOKEN, *(name for name in MLX if name != "mlx-llama")]
@@ -72,6 +72,7 @@ NOISE = {
     "deepseek2-mtp": Noise(1.4e-2, 1e-10),
     "gemma3": Noise(2.3e-4, 1e-6),
     "step35-mtp": Noise(2.3e-4, 1e-6),
+    "qwen35-mtp": Noise(2.1e-4, 1e-10),
     "mamba": Noise(1e-8, 1e-8),
     "jamba": Noise(2.1e-4, 1e-10),
 }
