@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+import perdure
 from inspection.reference import Llama
 from perdure import InvalidInputError, Model
+from perdure.engine.context import Feed
+from perdure.engine.trace import StepLogits
 from perdure.testing.toy import ToyModel
 
 ZooPath = Callable[[str], Path]
@@ -109,3 +114,89 @@ def test_what_cannot_be_traced_is_refused(zoo_path: ZooPath) -> None:
         toy.decode([1, 2])
         with pytest.raises(InvalidInputError, match="no layers"):
             toy.trace()
+
+
+@pytest.mark.parametrize("settings", [{"n_seq": 3}, {"n_seq": 3, "shared": True}])
+def test_a_step_tells_what_its_own_layers_computed(zoo_path: ZooPath, settings: dict[str, Any]) -> None:
+    """Of a prompt's last token, and of one token for each of several sequences: equal to NumPy."""
+    reference = Llama(zoo_path("llama"))
+    texts = [TOKENS, TOKENS[3:], [9, 9, 4]]
+    with Model(zoo_path("llama")).context(
+        n_ctx=256, threads=1, trace=("hidden", "ffn"), trace_layers=[0, 2], **settings
+    ) as ctx:
+        for seq, text in enumerate(texts):
+            ctx.decode(text, seq)
+            trace = ctx.step_trace(seq=seq)
+            assert (trace.tokens, trace.layers) == ((text[-1],), (0, 2))
+            assert trace.hidden is not None
+            assert trace.ffn is not None
+            hidden = reference(text).hidden
+            np.testing.assert_allclose(trace.hidden[:, 0], [hidden[0][-1], hidden[2][-1]], atol=3e-2)
+            np.testing.assert_array_equal(trace.logits, ctx.logits(seq=seq).copy())
+        ctx.step([Feed(seq, [7 + seq]) for seq in (2, 0, 1)])
+        for seq, text in enumerate(texts):
+            trace = ctx.step_trace(seq=seq)
+            assert trace.tokens == (7 + seq,)
+            assert trace.hidden is not None
+            expected = reference([*text, 7 + seq]).hidden
+            np.testing.assert_allclose(trace.hidden[:, 0], [expected[0][-1], expected[2][-1]], atol=3e-2)
+        # Of different lengths: the library may compute such a step in parts.
+        ctx.step([Feed(0, [1, 2, 3]), Feed(1, [4], "last"), Feed(2, [5, 6])])
+        for seq, more in enumerate(([1, 2, 3], [4], [5, 6])):
+            trace = ctx.step_trace(seq=seq)
+            assert trace.tokens == (more[-1],)
+            assert trace.hidden is not None
+            expected = reference([*texts[seq], 7 + seq, *more]).hidden
+            np.testing.assert_allclose(trace.hidden[:, 0], [expected[0][-1], expected[2][-1]], atol=3e-2)
+
+
+def test_experts_of_a_step_are_told(zoo_path: ZooPath) -> None:
+    with Model(zoo_path("qwen3moe")).context(n_ctx=256, threads=1, trace="router") as ctx:
+        ctx.decode(TOKENS)
+        live, whole = ctx.step_trace(), ctx.trace(what="router")
+        assert live.router is not None
+        assert whole.router is not None
+        np.testing.assert_array_equal(np.sort(live.router[:, 0]), np.sort(whole.router[:, -1]))
+
+
+def test_only_a_context_that_asked_is_traced(zoo_path: ZooPath) -> None:
+    model = Model(zoo_path("llama"))
+    with model.context(n_ctx=256, threads=1) as ctx:
+        ctx.decode(TOKENS)
+        with pytest.raises(InvalidInputError, match="open with trace="):
+            ctx.step_trace()
+    with pytest.raises(InvalidInputError, match="not attention"):
+        model.context(n_ctx=256, trace="attention")
+    with pytest.raises(InvalidInputError, match="layers is a whole number from 0 to 2, got 3"):
+        model.context(n_ctx=256, trace="hidden", trace_layers=[3])
+    with pytest.raises(InvalidInputError, match="no layers that could be traced"):
+        ToyModel().context(trace="hidden")
+
+
+@pytest.mark.parametrize("speculate", [0, 4])
+def test_a_processor_reads_what_its_step_computed(zoo_path: ZooPath, speculate: int) -> None:
+    """Nothing is read again for it: hidden states equal NumPy's at every token, with guesses too."""
+    reference = Llama(zoo_path("llama"))
+    texts: list[list[int]] = []
+
+    def processor(tokens: Sequence[int], logits: StepLogits) -> NDArray[np.float32]:
+        trace = logits.step_trace()
+        texts.append(list(tokens))
+        assert trace.tokens == (tokens[-1],)
+        assert trace.hidden is not None
+        expected = reference(list(tokens)).hidden
+        np.testing.assert_allclose(trace.hidden[:, 0], [each[-1] for each in expected], atol=3e-2)
+        np.testing.assert_array_equal(trace.logits, logits.copy())
+        return logits.copy()
+
+    prompt = [5, 6, 7, 5, 6, 7, 5, 6, 7]
+    options: Any = {"max_tokens": 6, "temperature": 0, "ignore_eos": True, "speculate": speculate}
+    with perdure.open(zoo_path("llama"), n_ctx=256, slots=2, threads=1) as rt:
+        plain = rt.generate(prompt, **options)
+        refused = rt.submit(prompt, processors=[processor], **options)
+        with pytest.raises(InvalidInputError, match="open with trace="):
+            refused.reply()
+    with perdure.open(zoo_path("llama"), n_ctx=256, slots=2, threads=1, trace="hidden") as rt:
+        traced = rt.generate(prompt, processors=[processor], **options)
+    assert traced.tokens == plain.tokens
+    assert texts == [[*prompt, *plain.tokens[:at]] for at in range(6)]

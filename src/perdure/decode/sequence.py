@@ -191,7 +191,8 @@ class TokenSequence:
             values = context.logits(row, seq).copy()
             for processor in request.processors:
                 tracing = functools.partial(context.trace, seq, stop=len(self.tokens))
-                with _view_of(values, tracing) as view:
+                live = functools.partial(context.step_trace, row, seq)
+                with _view_of(values, tracing, live) as view:
                     values = _processed(processor(TokensView(self.tokens), view), context)
             return self._allowed(values)
         except NothingToDraw:
@@ -368,11 +369,13 @@ def _logprob(view: LogitsView, token: int, top: int) -> TokenLogprob:
 
 
 @contextmanager
-def _view_of(values: NDArray[np.float32], tracing: Callable[..., Trace]) -> Iterator[StepLogits]:
+def _view_of(
+    values: NDArray[np.float32], tracing: Callable[..., Trace], live: Callable[[], Trace]
+) -> Iterator[StepLogits]:
     """A view of one call, over memory of its own: what a processor keeps of it pins nobody else."""
     step = Step(threading.RLock(), values)
     try:
-        yield StepLogits(values, step, tracing)
+        yield StepLogits(values, step, tracing, live)
     finally:
         step.end()
 

@@ -313,6 +313,8 @@ class ContextKeywords(TypedDict, total=False):
     rope_freq_base: float
     rope_freq_scale: float
     mtp: bool
+    trace: str | Sequence[str]
+    trace_layers: Sequence[int]
 
 
 def check_token(token: object, n_vocab: int) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,23 @@ class Tracing(Protocol):
     ) -> Trace: ...
 
 
+@runtime_checkable
+class TracingCore(Protocol):
+    """A core whose steps tell what layers computed."""
+
+    def step_trace(self, entry: int) -> Trace | Traced:
+        """Of an entry of the last batch whose row it gave; where that is not known of this batch, what is
+        traced."""
+        ...
+
+
+class Traced(NamedTuple):
+    """What is traced of every step."""
+
+    what: tuple[str, ...]
+    layers: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trace:
     """What some layers computed for the tokens of a sequence, read in one pass from its first token on.
@@ -58,6 +76,12 @@ class Trace:
     """How many experts a layer has."""
     flash: bool = True
     """Whether it was computed with flash attention."""
+
+    def last(self) -> Trace:
+        """The same of the last token alone, without attention."""
+        found = {name: getattr(self, name) for name in ("hidden", "ffn", "router")}
+        cut: dict[str, Any] = {name: None if each is None else each[:, -1:] for name, each in found.items()}
+        return dataclasses.replace(self, tokens=self.tokens[-1:], attention=None, **cut)
 
     def expert_counts(self) -> NDArray[np.int64]:
         """How many tokens went to each expert, by (layer, expert)."""
@@ -116,11 +140,19 @@ class SelectedHead:
 class StepLogits(LogitsView):
     """The logits of one step, for a processor: it may also ask what the layers computed for it."""
 
-    __slots__ = ("_tracing",)
+    __slots__ = ("_step_tracing", "_tracing")
 
-    def __init__(self, row: Floats, step: Step, tracing: Callable[..., Trace]) -> None:
+    def __init__(
+        self, row: Floats, step: Step, tracing: Callable[..., Trace], step_tracing: Callable[[], Trace]
+    ) -> None:
         super().__init__(row, step)
         self._tracing = tracing
+        self._step_tracing = step_tracing
+
+    def step_trace(self) -> Trace:
+        """What layers computed for the last token, in the step that these logits are of, as
+        `Context.step_trace` tells it. The runtime has to be opened with `trace`, which says what is kept."""
+        return self._step_tracing()
 
     def trace(self, *, layers: Sequence[int] | None = None, what: str | Sequence[str] = ("hidden",)) -> Trace:
         """What layers computed for the tokens so far, as `Context.trace` tells it. They are all read once

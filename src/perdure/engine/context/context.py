@@ -39,7 +39,7 @@ from perdure.engine.key_values import (
 )
 from perdure.engine.logits import LogitsView
 from perdure.engine.state import Checkpoint
-from perdure.engine.trace import Trace, checked_parts
+from perdure.engine.trace import Trace, TracingCore, checked_parts
 from perdure.errors import (
     CannotRewindError,
     EngineError,
@@ -212,6 +212,19 @@ class StateCalls(GuardedCore):
         if adapters.before is not None:
             raise InvalidInputError("a sequence whose adapters change on the way cannot be traced")
         return self._tracer(tokens, parts, layers, dict(adapters.at(math.inf).scales))
+
+    def step_trace(self, row: int = -1, seq: int | None = None) -> Trace:
+        """What layers computed for a row of the last native step, in that step, where the context was opened
+        with `trace`. Where the engine does not say which row is whose, it is computed again."""
+        with self._turn():
+            if not isinstance(self._core, TracingCore):
+                raise InvalidInputError("steps are not traced here: open with trace=('hidden',)")
+            asked = self._core.step_trace(self._rows.live(row, seq))
+            if isinstance(asked, Trace):
+                return asked
+            seq, behind = self._rows.behind(row, seq)
+            stop = self._ledger.length(seq) - behind
+        return self.trace(seq, layers=asked.layers, what=asked.what, stop=stop).last()
 
     def kv_of(
         self, rows: NDArray[np.uint8], layer: int | None = None, *, start: int = 0, rope: bool = True

@@ -226,6 +226,11 @@ class StepRows:
             entries.append(source if type(source) is int else self.live(row, seq))
         return entries
 
+    def behind(self, row: int, seq: int | None) -> tuple[int, int]:
+        """The sequence of a row, and how many tokens it has behind that."""
+        seq, row = self._key(row, seq)
+        return seq, self._lengths[seq] - 1 - row
+
     def _key(self, row: int, seq: int | None) -> tuple[int, int]:
         if not self._lengths:
             raise RowError(

@@ -36,6 +36,7 @@ from perdure.engine.llama.first_steps import StepTime, translate
 from perdure.engine.llama.guessing.assistant import AssistantCore, check_assistant, refuse_drafter
 from perdure.engine.llama.guessing.next_token import NextTokenCore, check_next_token
 from perdure.engine.llama.inspection.kv_numbers import rope_of
+from perdure.engine.llama.inspection.live import TracedCore
 from perdure.engine.llama.inspection.tracer import check_size, traced
 from perdure.engine.llama.native import library
 from perdure.engine.llama.offload import (
@@ -348,6 +349,8 @@ class Model(FileModel):
         rope_freq_scale: float = 0.0,
         mtp: bool = False,
         assistant: Model | None = None,
+        trace: str | Sequence[str] | None = None,
+        trace_layers: Sequence[int] | None = None,
         **unknown: Never,
     ) -> Context:
         """A context of `n_seq` sequences that hold `n_ctx` tokens each.
@@ -355,7 +358,8 @@ class Model(FileModel):
         With `shared` they use one pool of cells, so that forks cost nothing but depend in the last bits
         on where their cells lie; else each has a stream of its own and is exact. With `mtp` the model's
         next-token layers read along, and guess (`Context.guess`). An `assistant` is a drafter that
-        guesses from this model's hidden states.
+        guesses from this model's hidden states. With `trace` (`hidden`, `ffn`, `router`) its steps keep what
+        these layers computed, all of them or `trace_layers` (`Context.step_trace`), and take longer for it.
         """
         refuse_unknown(unknown, self.context)
         refuse_drafter(self.path.name, self.info.architecture)
@@ -393,7 +397,14 @@ class Model(FileModel):
             rope=lambda: self._rope(rope_freq_base, rope_freq_scale),
         )
         core: NextTokenCore | LlamaCore
-        if assistant is not None:
+        if trace is not None:
+            if mtp or assistant is not None:
+                raise InvalidInputError("a context with trace has no drafter of its own: leave one out")
+            n_layer = int(library.load().llama_model_n_layer(weights.handle))
+            core = TracedCore(
+                weights, params, self._memory, what=trace, layers=trace_layers, n_layer=n_layer, **known
+            )
+        elif assistant is not None:
             drafter = assistant._open()
             check_assistant(models.read_header(self.path), models.read_header(assistant.path), mtp=mtp)
             core = AssistantCore(weights, params, self._memory, assistant=drafter, **known)

@@ -184,9 +184,12 @@ class ToyModel(Closing):
         n_batch: int = 512,
         threads: int | None = None,
         swa_full: bool = True,
+        trace: object = None,
     ) -> Context:
         """A context of `n_seq` sequences that hold `n_ctx` tokens each. It uses no threads of its own."""
         self._check_open()
+        if trace is not None:
+            raise InvalidInputError("the toy engine has no layers that could be traced: leave trace out")
         _check_counts(n_ctx=n_ctx, n_seq=n_seq, n_batch=n_batch)
         n_batch = max(min(n_batch, n_ctx), n_seq)
         rows = max(min(_ROWS, n_batch), n_seq)
