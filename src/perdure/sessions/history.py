@@ -198,6 +198,15 @@ class History:
             yield depth, self._line.turn(depth)
 
     @property
+    def date(self) -> str | None:
+        """The day that its last turn was told, and so the day that the conversation began on: it stays, or
+        each new day would change the prompt's beginning."""
+        for _, turn in self.back():
+            if isinstance(date := turn.settings.get("date"), str):
+                return date
+        return None
+
+    @property
     def transcript(self) -> Transcript:
         if self._transcript is None:
             self._transcript = transcript(self._transcribed)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from perdure.chat.message import Message
+from perdure.chat.reply import ChatReply
+from perdure.chat.transcript import Transcript
 from perdure.errors import TurnKeptError
 from perdure.sessions.fold import TurnStream
 from perdure.sessions.history import History
 from perdure.sessions.info import SessionInfo
+from perdure.sessions.turn import Turn, plain_settings, portable_settings
 
 _KEY = "idempotency_key"
 """Among the settings of a turn: the digest of the key of its request."""
@@ -95,3 +99,48 @@ class PendingTurn:
                     turn=number,
                 )
         self.extra = replace(self.extra, notes={**self.extra.notes, _KEY: digest})
+
+    def answered(
+        self,
+        reply: ChatReply,
+        keep: tuple[int, int],
+        more: Transcript,
+        before: bytes,
+        *,
+        digest: str,
+        model: str,
+    ) -> Turn:
+        """The turn that comes of the reply, by a model of this digest and name."""
+        return Turn(
+            kind="turn",
+            # A beginning that the caller wrote is part of the reply.
+            messages=tuple(self.said if reply.prefill is None else self.said[:-1]),
+            reply=reply.whole,
+            keep=keep,
+            added=more,
+            settings=portable_settings(plain_settings({**self.settings, **self.extra.notes})),
+            seed=reply.seed,
+            finish_reason=reply.finish_reason,
+            usage=_usage(reply, model),
+            dropped=reply.dropped,
+            model=digest,
+            created=time.time(),
+            before=before,
+        )
+
+
+def _usage(reply: ChatReply, model: str) -> dict[str, int | str]:
+    """What a turn says later of how its reply came about: tokens, by tier too, milliseconds, why not more was
+    reused, and by which model."""
+    timings = reply.timings
+    return {
+        "prompt_tokens": reply.usage.prompt_tokens,
+        "completion_tokens": reply.usage.completion_tokens,
+        "cached_tokens": reply.usage.cached_tokens,
+        "reasoning_tokens": reply.usage.reasoning_tokens,
+        **{f"{tier}_tokens": count for tier, count in reply.reuse.tiers.items()},
+        "first_token_ms": round(1000 * (timings.queued + timings.prefill)),
+        "decode_ms": round(1000 * timings.decode),
+        "why": reply.reuse.why,
+        **({"model": model} if model else {}),
+    }

@@ -60,7 +60,7 @@ from perdure.sessions.info import SessionInfo, SessionMemory
 from perdure.sessions.pending_turn import PendingTurn, TurnExtra
 from perdure.sessions.session_view import SessionView, StoreHost, count_turns
 from perdure.sessions.store.base import RESPONSE
-from perdure.sessions.turn import Said, Turn, added, plain_settings, portable_settings, said_messages
+from perdure.sessions.turn import Said, Turn, added, portable_settings, said_messages
 
 S = TypeVar("S")
 P = ParamSpec("P")
@@ -543,7 +543,7 @@ class Session(SessionView):
         base, settings, extra = pending.base, pending.settings, pending.extra
         try:
             if settings.get("date") is None and self._host.chat_format.asks_date:
-                settings["date"] = _date(base) or extra.date or today()
+                settings["date"] = base.date or extra.date or today()
             fold = yield from make_room(
                 self._host.chat_format,
                 base,
@@ -584,7 +584,8 @@ class Session(SessionView):
                 return replace(reply, not_kept=f"the turn ended by {reply.finish_reason}")
             keep, more = added(base.transcript if fold is None else Transcript(), whole)
             before = fold.digest if fold is not None else base.place.digest
-            turn = self._answered(pending, reply, keep, more, before)
+            model = self._host.backend.model
+            turn = pending.answered(reply, keep, more, before, digest=model.digest, model=model.info.name)
             turns = [turn] if fold is None else [fold, turn]
             follower = pending.extra.follower
             try:
@@ -616,28 +617,6 @@ class Session(SessionView):
                 whole.tokens, self.namespace, self._conversation, adapters=pending.settings.get("adapters")
             )
         return replace(reply, kept=True)
-
-    def _answered(
-        self, pending: PendingTurn, reply: ChatReply, keep: tuple[int, int], more: Transcript, before: bytes
-    ) -> Turn:
-        """The turn that comes of the reply."""
-        said = pending.said
-        return Turn(
-            kind="turn",
-            # A beginning that the caller wrote is part of the reply.
-            messages=tuple(said if reply.prefill is None else said[:-1]),
-            reply=reply.whole,
-            keep=keep,
-            added=more,
-            settings=portable_settings(plain_settings({**pending.settings, **pending.extra.notes})),
-            seed=reply.seed,
-            finish_reason=reply.finish_reason,
-            usage=_usage(reply, self._host.backend.model.info.name),
-            dropped=reply.dropped,
-            model=self._host.backend.model.digest,
-            created=time.time(),
-            before=before,
-        )
 
     # One at a time.
 
@@ -755,32 +734,6 @@ def _deltas(stream: TurnStream, keep_partial: bool) -> Generator[ChatDelta, None
 def today() -> str:
     """The date that a template is told of a conversation that begins now."""
     return datetime.now().isoformat(timespec="seconds")
-
-
-def _date(history: History) -> str | None:
-    """The day that the last turn was told, and so the day that the conversation began on: it stays, or each
-    new day would change the prompt's beginning."""
-    for _, turn in history.back():
-        if isinstance(found := turn.settings.get("date"), str):
-            return found
-    return None
-
-
-def _usage(reply: ChatReply, model: str) -> dict[str, int | str]:
-    """What a turn says later of how its reply came about: tokens, by tier too, milliseconds, why not more was
-    reused, and by which model."""
-    timings = reply.timings
-    return {
-        "prompt_tokens": reply.usage.prompt_tokens,
-        "completion_tokens": reply.usage.completion_tokens,
-        "cached_tokens": reply.usage.cached_tokens,
-        "reasoning_tokens": reply.usage.reasoning_tokens,
-        **{f"{tier}_tokens": count for tier, count in reply.reuse.tiers.items()},
-        "first_token_ms": round(1000 * (timings.queued + timings.prefill)),
-        "decode_ms": round(1000 * timings.decode),
-        "why": reply.reuse.why,
-        **({"model": model} if model else {}),
-    }
 
 
 def _found_kept(reply: ChatReply) -> int:
