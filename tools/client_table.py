@@ -114,8 +114,8 @@ FEATURES: dict[str, tuple[Cell, Cell, Cell, Cell]] = {
     ),
     "resumed after a break or a kill": (
         (
-            "after a break: `perdure.resumable`",
-            "server/test_chat_resuming.py::test_the_rest_of_a_stream_comes_to_whoever_comes_back",
+            "`perdure.resumable`",
+            "cluster/test_streams.py::test_a_chat_stream_of_a_killed_replica_goes_on_at_another_one",
         ),
         (
             "yes",
