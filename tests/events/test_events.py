@@ -20,11 +20,14 @@ from perdure.engine import row_kernels
 from perdure.engine.contract import Floats
 from perdure.events.event import (
     KINDS,
+    BlocksLoaded,
     BlocksStored,
+    CachePressure,
     ChunkRead,
     Ended,
     Event,
     Masked,
+    MemoryPressure,
     Placed,
     Queued,
     Restarted,
@@ -204,10 +207,29 @@ def test_swaps_sleep_and_wake_are_told(tmp_path: object) -> None:
         rt.cache.wake(tokens)
         told = events.poll()
     found = {type(event) for event in told}
-    assert {BlocksStored, Swapped, Slept, Woken} <= found
+    assert {BlocksStored, BlocksLoaded, Swapped, Slept, Woken} <= found
+    loaded = next(event for event in told if isinstance(event, BlocksLoaded))
+    assert loaded.tiers["memory"] > 0
+    assert loaded.seconds["memory"] > 0
+    assert loaded.nbytes > 0
     assert {event.direction for event in told if isinstance(event, Swapped)} == {"in", "out"}
     woken = next(event for event in told if isinstance(event, Woken))
     assert sum(woken.tiers.values()) > 0
+
+
+def test_short_memory_and_a_full_cache_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("perdure.system.available_memory", lambda: 1 << 20)
+    with toy(cache=4096) as rt, rt.events(["CachePressure", "MemoryPressure"]) as events:
+        for number in range(12):
+            rt.generate(f"{number} is a prompt of its own " * 4, max_tokens=2, ignore_eos=True)
+        told = events.poll()
+    short = next(event for event in told if isinstance(event, MemoryPressure))
+    assert short.available == 1 << 20
+    assert short.total > 16 << 20
+    full = next(event for event in told if isinstance(event, CachePressure))
+    assert full.tier == "memory"
+    assert full.evicted > 0
+    assert full.nbytes <= full.budget == 4096
 
 
 def test_events_cross_the_worker_in_order() -> None:

@@ -47,6 +47,24 @@ def test_experts_are_on_the_page_and_what_is_missing_is_said(zoo_path: ZooPath) 
     assert re.search(r"Keys and values from token \d+ on: a window has no earlier ones", page)
 
 
+def test_the_page_tells_the_time_of_each_tier(zoo_path: ZooPath, tmp_path: Path) -> None:
+    """Computed, out of the slot, out of memory, and after a restart from the disk."""
+    path, text = zoo_path("llama"), "the time that a text takes, by where its state was " * 4
+
+    def page(rt: perdure.Runtime, model: Model, text: str) -> str:
+        return page_of(analyse(rt, model, model.tokenize(text), title="t", max_tokens=1))
+
+    model = Model(path)
+    with perdure.open(model, n_ctx=512, slots=1, threads=1, store=tmp_path / "store") as rt:
+        assert re.search(r"computed</text>.*?\d+ tokens in \d+\.\d{4} s", page(rt, model, text))
+        page(rt, model, "something else that takes the slot for itself")
+        assert re.search(r"memory</text>.*?\d+ tokens in \d+\.\d{4} s", page(rt, model, text))
+        rt.cache.sleep(model.tokenize(text))
+    model = Model(path)
+    with perdure.open(model, n_ctx=512, slots=1, threads=1, store=tmp_path / "store") as rt:
+        assert re.search(r"disk</text>.*?\d+ tokens in \d+\.\d{4} s", page(rt, model, text))
+
+
 def test_a_hostile_text_stays_text(zoo_path: ZooPath) -> None:
     page = analysed(zoo_path("llama"), HOSTILE)
     assert "<img" not in page

@@ -269,6 +269,8 @@ class LoadedPrefix:
     last_length: int = 0
     tiers: Mapping[str, int] = field(default_factory=dict)
     """Its tokens by the tier that they came from."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """How long each tier took."""
 
     @property
     def length(self) -> int:

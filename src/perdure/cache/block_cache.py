@@ -383,7 +383,8 @@ class BlockCache:
         prefix = self.tiers.load(hit, self.rule, fits=self._fits)
         if self.events.on and prefix.length:
             nbytes = sum(block.nbytes for block in prefix.blocks)
-            self.events.emit(BlocksLoaded, "", dict(prefix.tiers), len(prefix.blocks), nbytes)
+            fields = (dict(prefix.tiers), len(prefix.blocks), nbytes, dict(prefix.seconds))
+            self.events.emit(BlocksLoaded, "", *fields)
         return prefix
 
     def _fits(self, block: Block) -> bool:

@@ -138,11 +138,12 @@ class BlocksStored(Event):
 
 @dataclass(frozen=True, slots=True)
 class BlocksLoaded(Event):
-    """State was read out of tiers: how many tokens of each."""
+    """State was read out of tiers: how many tokens of each, and how long each took."""
 
     tiers: Mapping[str, int]
     blocks: int
     nbytes: int
+    seconds: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -17,6 +17,7 @@ from perdure.engine.llama.model import Model
 from perdure.engine.row_kernels import Measure, measure
 from perdure.engine.trace import Trace
 from perdure.errors import ContextOverflow, InvalidInputError
+from perdure.events.event import BlocksLoaded
 from perdure.inspection.key_values import effective_rank, norms
 from perdure.inspection.lens import Lens, logit_lens
 from perdure.runtime import Runtime
@@ -28,6 +29,8 @@ ATTENTION_TOKENS = 384
 _LENS_TOKENS = 12
 _ALTERNATIVES = 3
 _CHUNK = 64
+_PATIENCE = 2.0
+"""Seconds in which the events of a reply come, also from another process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -47,6 +50,8 @@ class Analysis:
     """The likeliest tokens in the place of each, as text."""
     tiers: tuple[tuple[str, int], ...]
     """Tokens of the prompt by where their state came from."""
+    tier_seconds: Mapping[str, float]
+    """How long it took to have them from there, where that is known."""
     seconds: tuple[tuple[str, float], ...]
     """What took how long."""
     k_norms: Floats | None = None
@@ -74,7 +79,7 @@ def analyse(
             fits=MOST_TOKENS,
         )
     notes: list[str] = []
-    written, tiers, seconds = _answered(runtime, tokens, max_tokens)
+    written, tiers, tier_seconds, seconds = _answered(runtime, tokens, max_tokens)
     whole = [*tokens, *written]
     with model.context(n_ctx=len(whole) + 1, n_batch=_CHUNK) as ctx:
         measures: list[Measure | None] = [None]
@@ -111,6 +116,7 @@ def analyse(
         measures=tuple(measures),
         names=tuple(() if each is None else tuple(map(name, each.ids)) for each in measures),
         tiers=tuple(tiers),
+        tier_seconds=tier_seconds,
         seconds=tuple(seconds),
         k_norms=k_norms,
         v_norms=v_norms,
@@ -126,17 +132,26 @@ def analyse(
 
 def _answered(
     runtime: Runtime, tokens: Sequence[int], max_tokens: int
-) -> tuple[list[int], list[tuple[str, int]], list[tuple[str, float]]]:
+) -> tuple[list[int], list[tuple[str, int]], dict[str, float], list[tuple[str, float]]]:
     """The tokens of the reply, where the prompt's state came from, and what took how long."""
-    reply = runtime.generate(list(tokens), max_tokens=max(1, max_tokens), temperature=0)
+    with runtime.events(["BlocksLoaded"]) as events:
+        reply = runtime.generate(list(tokens), max_tokens=max(1, max_tokens), temperature=0)
+        if set(reply.reuse.tiers) - {"slot"}:
+            # Of an engine in another process they come a little later.
+            events.wait(_PATIENCE)
+        loaded = [event for event in events.poll() if isinstance(event, BlocksLoaded)]
     tiers = [*reply.reuse.tiers.items(), ("computed", reply.reuse.computed)]
     times = reply.timings
+    by_tier = {"computed": times.prefill}
+    for event in loaded:
+        for tier, took in event.seconds.items():
+            by_tier[tier] = by_tier.get(tier, 0.0) + took
     seconds = [
         ("waiting for a slot and its state", times.queued),
         ("reading the prompt", times.prefill),
         ("writing the reply", times.decode),
     ]
-    return list(reply.tokens) if max_tokens else [], tiers, seconds
+    return list(reply.tokens) if max_tokens else [], tiers, by_tier, seconds
 
 
 def _traced(ctx: Context, count: int, notes: list[str]) -> Trace | None:

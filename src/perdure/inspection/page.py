@@ -220,7 +220,12 @@ def _attention(analysis: Analysis) -> str:
 
 
 def _times(analysis: Analysis) -> str:
-    tiers = [(name, float(count), f"{count} tokens") for name, count in analysis.tiers if count]
+    tiers = []
+    for name, count in analysis.tiers:
+        if count:
+            took = analysis.tier_seconds.get(name)
+            known = "" if took is None else f" in {took:.4f} s"
+            tiers.append((name, float(count), f"{count} tokens{known}"))
     seconds = [(name, value, f"{value:.3f} s") for name, value in analysis.seconds]
     return _bars(tiers) + _bars(seconds)
 

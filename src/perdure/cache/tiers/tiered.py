@@ -124,7 +124,8 @@ class Tiers:
         """The blocks of `hit`, up to the first that is damaged, gone or does not fit; that is dropped."""
         blocks: list[Block] = []
         sources: list[tuple[str, int]] = []
-        read = self._read([block for block in hit.blocks if isinstance(block, BlockMeta)])
+        began, seconds = time.perf_counter(), dict[str, float]()
+        read = self._read([block for block in hit.blocks if isinstance(block, BlockMeta)], seconds)
         for each, length in hit.lengths():
             block, tier = read[each.id] if each.id in read else (self.load_block(each), Block.tier)
             if block is not None and fits is not None and not fits(block):
@@ -143,7 +144,9 @@ class Tiers:
         self._store_above(blocks, counts)
         whole = len(blocks) == len(hit.blocks)
         last = hit.last_length if whole else len(blocks[-1].tokens) if blocks else 0
-        return LoadedPrefix(tuple(blocks), last, counts)
+        if Block.tier in counts:
+            seconds[Block.tier] = time.perf_counter() - began - sum(seconds.values())
+        return LoadedPrefix(tuple(blocks), last, counts, seconds)
 
     def _store_above(self, blocks: Sequence[Block], counts: dict[str, int]) -> None:
         """Have what was read from one lower tier in those before it too."""
@@ -154,7 +157,7 @@ class Tiers:
     def load_block(self, block: AnyBlock) -> Block | None:
         """The block, verified; None where it is damaged or gone, and is then dropped."""
         if isinstance(block, BlockMeta):
-            return self._read([block])[block.id][0]
+            return self._read([block], {})[block.id][0]
         try:
             block.verify()
         except CorruptStateError:
@@ -162,11 +165,14 @@ class Tiers:
             return None
         return block
 
-    def _read(self, metas: Sequence[BlockMeta]) -> dict[BlockId, tuple[Block | None, str]]:
-        """Blocks out of the lower tiers, each with the tier that it came from."""
+    def _read(
+        self, metas: Sequence[BlockMeta], seconds: dict[str, float]
+    ) -> dict[BlockId, tuple[Block | None, str]]:
+        """Blocks out of the lower tiers, each with the tier that it came from. `seconds` gets what each tier
+        took."""
         loaded: dict[BlockId, tuple[Block | None, str]] = {meta.id: (None, meta.tier) for meta in metas}
         for tier in self.lower:
-            loaded |= self._read_from(tier, [meta for meta in metas if meta.tier == tier.name])
+            loaded |= self._read_from(tier, [meta for meta in metas if meta.tier == tier.name], seconds)
         for meta in metas:
             # What one tier has lost or damaged, another may have.
             others = (tier for tier in self.lower if tier.name != meta.tier and loaded[meta.id][0] is None)
@@ -175,7 +181,7 @@ class Tiers:
                 if isinstance(again, Block):
                     loaded[meta.id] = self.load_block(again), tier.name
                 elif again is not None:
-                    loaded |= self._read_from(tier, [again])
+                    loaded |= self._read_from(tier, [again], seconds)
         # What an index says of a block may be wrong; the block itself is verified.
         return {
             meta.id: (
@@ -187,7 +193,7 @@ class Tiers:
         }
 
     def _read_from(
-        self, tier: WriteBehind, metas: Sequence[BlockMeta]
+        self, tier: WriteBehind, metas: Sequence[BlockMeta], seconds: dict[str, float]
     ) -> dict[BlockId, tuple[Block | None, str]]:
         """Several at a time: most of it is waiting and hashing, even where they are small."""
         if not metas:
@@ -196,7 +202,9 @@ class Tiers:
         names = [meta.id for meta in metas]
         blocks = list(spread(tier.load, names, sum(meta.nbytes for meta in metas), large=0))
         nbytes = sum(block.nbytes for block in blocks if block is not None)
-        self.rates.read(tier.name, nbytes, time.perf_counter() - start)
+        took = time.perf_counter() - start
+        self.rates.read(tier.name, nbytes, took)
+        seconds[tier.name] = seconds.get(tier.name, 0.0) + took
         return {name: (block, tier.name) for name, block in zip(names, blocks, strict=True)}
 
     # Storing and dropping.
