@@ -30,8 +30,10 @@ TOYS = {f"toy-{kind.name}": kind for kind in MEMORY_KINDS}
 MLX = {f"mlx-{name}": name for name in folders.FOLDERS} if folders.HERE else {}
 NEXT_TOKEN = ["deepseek2-mtp", "step35-mtp", "qwen35-mtp"]
 """Models whose contexts have their next-token layers too."""
-NAMES = [*TOYS, *zoo.names(), *NEXT_TOKEN, *MLX]
-SOAKED = [*NEXT_TOKEN, *(name for name in MLX if name != "mlx-llama")]
+DRAFTED = {"gemma4-drafted": ("gemma4", "gemma4-assistant")}
+"""Models whose contexts have a drafter that reads their hidden states, and that drafter."""
+NAMES = [*TOYS, *zoo.names(), *NEXT_TOKEN, *DRAFTED, *MLX]
+SOAKED = [*NEXT_TOKEN, *DRAFTED, *(name for name in MLX if name != "mlx-llama")]
 """Those that run over all suites only in `make soak`: they take long, or tests of their own say most."""
 
 
@@ -72,6 +74,7 @@ NOISE = {
     "deepseek2-mtp": Noise(1.4e-2, 1e-10),
     "gemma3": Noise(2.3e-4, 1e-6),
     "step35-mtp": Noise(2.3e-4, 1e-6),
+    "gemma4-drafted": Noise(2.3e-4, 1e-6),
     "qwen35-mtp": Noise(2.1e-4, 1e-10),
     "mamba": Noise(1e-8, 1e-8),
     "jamba": Noise(2.1e-4, 1e-10),
@@ -176,6 +179,8 @@ class Subject:
     name: str
     model: AnyModel
     rounding: Noise
+    assistant: Model | None = None
+    """What guesses for it."""
 
     @property
     def on_gpu(self) -> bool:
@@ -218,6 +223,8 @@ class Subject:
             settings |= FINE
         if self.name in NEXT_TOKEN:
             settings |= {"mtp": True}
+        if self.assistant is not None:
+            settings |= {"assistant": self.assistant}
         return self.model.context(**{"n_ctx": 96, "n_seq": 3, "n_batch": 8, "threads": 1, **settings})
 
     def tokens(self, count: int, seed: int = 0) -> list[int]:
@@ -234,14 +241,17 @@ class Subject:
 
 def find(name: str, zoo_path: Callable[[str], Path]) -> Subject:
     model: AnyModel
+    assistant = None
     if name in MLX:
         model = open_model(zoo_path(name), {}, cells=0)
     elif name in NEXT_TOKEN:
         model = Model(zoo_path(name), mtp=True)
+    elif name in DRAFTED:
+        model, assistant = (Model(zoo_path(each)) for each in DRAFTED[name])
     else:
         model = ToyModel(TOYS[name]) if name in TOYS else Model(zoo_path(name))
     on_gpu = isinstance(model, Model) and model.gpu_layers > 0
-    return Subject(name, model, (ON_A_GPU if on_gpu else NOISE)[name])
+    return Subject(name, model, (ON_A_GPU if on_gpu else NOISE)[name], assistant)
 
 
 def divergence(one: Row, other: Row) -> float:

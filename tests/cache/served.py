@@ -32,6 +32,7 @@ BOUND = {
     "deepseek2-mtp": 2e-2,
     "gemma3": 2.3e-4,
     "step35-mtp": 2.3e-4,
+    "gemma4-drafted": 2.3e-4,
     "qwen35-mtp": 2.1e-4,
     "mamba": 1e-8,
     "jamba": 2.1e-4,
