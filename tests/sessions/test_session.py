@@ -542,7 +542,9 @@ def test_a_plan_says_what_waking_does(subject: Subject, tmp_path: Path) -> None:
         report = s.wake()
         assert (dict(report.tiers), report.computed) == (dict(plan.tiers), plan.computed)
         assert set(s.plan_wake().tiers) == {"slot"}
-        assert talk.say(s, "Good morning").reuse.tiers.keys() == {"slot"}
+        reuse = talk.say(s, "Good morning").reuse
+        # A toy may have written what the template trims: a window goes back to a checkpoint then.
+        assert reuse.tiers.keys() == {"slot"} or "it went back to" in reuse.why
         s.sleep()
     with talking(subject, tmp_path) as talk:
         s = talk.session("alice")
