@@ -211,6 +211,19 @@ def test_a_budgets_end_closes_the_reasoning_of_every_family() -> None:
 # Calls as they come.
 
 
+def test_a_reply_that_is_made_again_has_the_same_ids_of_calls() -> None:
+    """Where they are made of something; else each is drawn."""
+    call = '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
+
+    def ids(made_of: str) -> list[str]:
+        parser = ReplyParser(family("hermes"), tools=TOOLS, call_ids=made_of)
+        return [part.id for part in [*parser.push(call + call), *parser.finish()] if part.id]
+
+    assert len({*ids("a"), *ids("b"), *ids(""), *ids("")}) == 8
+    assert ids("a") == ids("a")
+    assert all(re.fullmatch("call_[0-9a-f]{24}", each) for each in ids("a"))
+
+
 def test_arguments_arrive_bit_by_bit_behind_their_name() -> None:
     parser = ReplyParser(family("hermes"), tools=TOOLS)
     assert parser.push('<tool_call>\n{"name": "search", "argum') == []
