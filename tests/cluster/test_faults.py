@@ -188,6 +188,7 @@ def faults(going: Callable[[], None], server: Server, proxy: Proxy) -> None:
 
 
 def test_postgres_fails_in_every_way_under_load(tmp_path: Path) -> None:
+    """N1: restarted, stopped, cut off and disconnected."""
     with postgres_server() as own, closing(Proxy(own.port)) as proxy, ExitStack() as held:
         store = own.url(tmp_path / "r0", port=proxy.port, lease=5, timeout=TIMEOUT)
         load = LoadOnPostgres(store, f"file://{tmp_path}/shared", held)
@@ -211,11 +212,13 @@ def test_postgres_fails_in_every_way_under_load(tmp_path: Path) -> None:
 def test_redis_fails_in_every_way_under_load(
     postgres: PostgresServer, redis: RedisServer, tmp_path: Path
 ) -> None:
+    """N1."""
     with closing(Proxy(redis.port)) as proxy:
         _run(postgres, tmp_path, f"redis://127.0.0.1:{proxy.port}/0?tokens=100000", redis, proxy)
 
 
 def test_s3_fails_in_every_way_under_load(postgres: PostgresServer, s3: MotoServer, tmp_path: Path) -> None:
+    """N1."""
     with closing(Proxy(s3.port)) as proxy:
         _run(postgres, tmp_path, s3.url(proxy.port), s3, proxy)
 
@@ -239,7 +242,7 @@ def _report(load: Load) -> None:
 def test_a_directory_that_hangs_under_load(
     postgres: PostgresServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a hard mount of NFS whose server is gone: calls neither return nor fail."""
+    """N1, as with a hard mount of NFS whose server is gone: calls neither return nor fail."""
     going = threading.Event()
     going.set()
 

@@ -54,7 +54,7 @@ def kills(
 
 @pytest.mark.soak
 def test_replicas_that_are_killed_lose_no_acknowledged_turn(postgres: PostgresServer, tmp_path: Path) -> None:
-    """4 replicas, 64 conversations, one kill -9 every 5 s for 5 minutes."""
+    """N1: 4 replicas, 64 conversations, one kill -9 every 5 s for 5 minutes."""
     seconds = soak_seconds(300)
     outcome, killed = kills(
         postgres, tmp_path, count=4, conversations=64, again=True, seconds=seconds, every=5
@@ -64,6 +64,7 @@ def test_replicas_that_are_killed_lose_no_acknowledged_turn(postgres: PostgresSe
 
 
 def test_one_replica_of_two_is_killed_under_load(postgres: PostgresServer, tmp_path: Path) -> None:
+    """N1, in short."""
     _, killed = kills(postgres, tmp_path, count=2, conversations=4, again=False, seconds=1, every=0.5)
     assert killed
 
@@ -72,7 +73,7 @@ def test_one_replica_of_two_is_killed_under_load(postgres: PostgresServer, tmp_p
 def test_a_replica_that_hangs_and_a_router_that_is_killed_stop_nobody_for_long(
     postgres: PostgresServer, tmp_path: Path
 ) -> None:
-    """A replica that hangs is silent for 10 s, then its connections are closed and others go on with its
+    """N1: a replica that hangs is silent for 10 s, then its connections are closed and others go on with its
     conversations, also when it comes back. A router that is started again knows as much as before."""
     outcome = Outcome()
     with (

@@ -191,7 +191,7 @@ def test_replicas_are_added_by_requests_and_by_memory() -> None:
 
 
 def test_replicas_that_are_killed_lose_no_acknowledged_turn(postgres: PostgresServer, tmp_path: Path) -> None:
-    """4 replicas under Ray, 64 conversations, one kill -9 every 5 s for 5 minutes."""
+    """N1: 4 replicas under Ray, 64 conversations, one kill -9 every 5 s for 5 minutes."""
     outcome, dice, seconds = Outcome(), random.Random(1), soak_seconds(300)
 
     def kill() -> bool:

@@ -129,6 +129,7 @@ def test_what_one_machine_computed_another_reads_bit_for_bit(machine: Callable[.
 def test_n3_who_has_another_key_finds_nothing_and_is_believed_nothing(
     machine: Callable[..., SharedTier],
 ) -> None:
+    """N3: also where blocks are exchanged, cut short, or changed by a bit."""
     first, stranger = machine(), machine(key=b"x" * 32)
     blocks = chain(range(1, 20))
     first.store(blocks)
@@ -220,6 +221,7 @@ def test_p6_a_place_keeps_to_its_budget(machine: Callable[..., SharedTier]) -> N
 def test_n3_machines_whose_engines_differ_share_nothing_and_it_can_be_said(
     machine: Callable[..., SharedTier],
 ) -> None:
+    """N3: only under the same identity."""
     first, second = machine(identity=b"avx2"), machine(identity=b"avx512")
     first.store(chain(range(1, 20)))
     second.refresh()

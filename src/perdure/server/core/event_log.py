@@ -104,10 +104,11 @@ def write_record(
     if store.own_folder() is None:
         return None
     try:
+        # First: whatever fails here leaves nothing behind that is held.
+        sessions.expire_responses(seconds, kind=STREAM)
         start = Turn(kind="start", messages=())
         record = StreamRecord(sessions, store.create(namespace, name, [start], kind=STREAM, origin=about))
         store.take(record.info)
-        sessions.expire_responses(seconds, kind=STREAM)
         return record
     except PerdureError as error:
         logger.info("stream %s can be resumed at this server alone: %s", name, error)
