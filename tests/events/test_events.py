@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import math
+import sys
 import threading
 from collections.abc import Sequence
 
@@ -410,3 +411,35 @@ def test_tokens_that_were_guessed_ahead_are_told_with_their_own_rows() -> None:
         second = [dataclasses.replace(event, time=0.0, request="") for event in events.poll()]
     assert again.tokens == plain.tokens
     assert first == second
+
+
+def test_tokens_are_told_in_order_while_others_come_and_go() -> None:
+    """Whoever comes or goes has what was held back told, in a thread of its own."""
+    interval, over = sys.getswitchinterval(), threading.Event()
+    with toy() as rt, rt.events(limit=100_000) as events:
+
+        def come_and_go() -> None:
+            while not over.is_set():
+                rt.events(["Ended"]).close()
+
+        others = [threading.Thread(target=come_and_go) for _ in range(2)]
+        try:
+            sys.setswitchinterval(1e-6)
+            for other in others:
+                other.start()
+            lengths = [len(rt.generate("hello", max_tokens=40, ignore_eos=True).tokens) for _ in range(20)]
+        finally:
+            over.set()
+            sys.setswitchinterval(interval)
+            for other in others:
+                other.join()
+        told = events.poll()
+    by_request: dict[str, list[Event]] = {}
+    for event in told:
+        if isinstance(event, (TokenDrawn, Ended)):
+            by_request.setdefault(event.request, []).append(event)
+    assert len(by_request) == len(lengths)
+    for length, mine in zip(lengths, by_request.values(), strict=True):
+        positions = [event.position for event in mine[:-1] if isinstance(event, TokenDrawn)]
+        assert positions == list(range(5, 5 + length))
+        assert isinstance(mine[-1], Ended)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -56,6 +57,8 @@ class StepEvents:
         """Of the tokens that were told so far."""
         self._held: deque[tuple[float, Sequence[Drawing], Measures]] = deque()
         """Tokens that were drawn and not told yet: when, by whom, and what is known of them."""
+        self._telling = threading.Lock()
+        """Held while they are told: whoever tells of something later waits, also for another thread."""
         self._looked = 0.0
         hub.release = self._release
 
@@ -129,19 +132,16 @@ class StepEvents:
             self._tell(now, id_, measures, at, index, position)
 
     def _release(self) -> None:
-        """Tell of tokens that were held back. In any thread: each of them is told once."""
-        while self._held:
-            try:
+        """Tell of tokens that were held back, in their order, in any thread."""
+        with self._telling:
+            while self._held:
                 now, drawings, measures = self._held.popleft()
-            except IndexError:
-                # Another thread was faster.
-                return
-            if len(drawings) > 1:
-                drawings = sorted(drawings, key=_BY_PLACE)
-            for at, (group, sequence, _, _, before) in enumerate(drawings):
-                # Who failed has not taken what was drawn.
-                if len(sequence.tokens) > before or sequence.end is not None:
-                    self._tell(now, group.event_id, measures, at, sequence.index, before)
+                if len(drawings) > 1:
+                    drawings = sorted(drawings, key=_BY_PLACE)
+                for at, (group, sequence, _, _, before) in enumerate(drawings):
+                    # Who failed has not taken what was drawn.
+                    if len(sequence.tokens) > before or sequence.end is not None:
+                        self._tell(now, group.event_id, measures, at, sequence.index, before)
 
     def _tell(self, now: float, request: str, measures: Measures, at: int, index: int, position: int) -> None:
         texts = self._texts
