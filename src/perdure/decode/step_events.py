@@ -58,7 +58,7 @@ class StepEvents:
         self._held: deque[tuple[float, Sequence[Drawing], Measures]] = deque()
         """Tokens that were drawn and not told yet: when, by whom, and what is known of them."""
         self._telling = threading.Lock()
-        """Held while they are told: whoever tells of something later waits, also for another thread."""
+        """Held while they are told, or become more: whoever tells of something later waits for that."""
         self._looked = 0.0
         hub.release = self._release
 
@@ -100,9 +100,11 @@ class StepEvents:
         if measures is None:
             self._measure(drawings, now)
             return
-        held = self._held
-        held.append((now, drawings, measures))
-        if len(held) >= HELD or now - held[0][0] >= _PATIENCE or drawings[0][1].written <= 1:
+        with self._telling:
+            held = self._held
+            held.append((now, drawings, measures))
+            is_due = len(held) >= HELD or now - held[0][0] >= _PATIENCE or drawings[0][1].written <= 1
+        if is_due:
             self._release()
 
     def _measure(self, drawings: Sequence[Drawing], now: float) -> None:
