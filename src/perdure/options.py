@@ -243,7 +243,9 @@ def options_of(kind: type) -> Mapping[str, Option]:
 def check_options(options: Any) -> None:
     """Refuse an instance with an option that is out of its range."""
     for field_name, each in options_of(type(options)).items():
-        each.check(getattr(options, field_name))
+        # Of a request most are left at their defaults, which were checked when they were read.
+        if (value := getattr(options, field_name)) is not each.default:
+            each.check(value)
 
 
 @functools.cache
@@ -265,6 +267,7 @@ def _read(kind: type) -> Mapping[str, Option]:
             optional=optional,
             choices=choices,
         )
+        options[each.name].check(default)
     return options
 
 

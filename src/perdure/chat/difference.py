@@ -11,9 +11,11 @@ words and not as a token number.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
 from typing import Any, Literal
 
 from perdure.chat.message import Message, Tool
@@ -112,7 +114,7 @@ class Miss:
         return f"{self.tokens} tokens computed again, {self.why}{shown}"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class PastPrompt:
     """A prompt with its reply, as far as later ones are compared with it."""
 
@@ -125,10 +127,18 @@ class PastPrompt:
     conversation: str = ""
     """What tells its conversation from others."""
 
+    @cached_property
+    def keys(self) -> frozenset[tuple[object, ...]]:
+        """Its messages, as they are compared. Most prompts are gone on from, and never asked for them."""
+        return frozenset(map(_key, self.messages))
+
     def is_said_in(self, messages: Sequence[Message]) -> bool:
         """Whether a conversation of these messages is the same one: a reply is in both."""
-        said = {_key(message) for message in messages if message.role == "assistant"}
-        return any(message.role == "assistant" and _key(message) in said for message in self.messages)
+        # One that goes on has the reply where it was given.
+        there = messages[len(self.messages) - 1 : len(self.messages)]
+        if there and there[0].role == "assistant" and _key(there[0]) == _key(self.messages[-1]):
+            return True
+        return any(message.role == "assistant" and _key(message) in self.keys for message in messages)
 
     @property
     def size(self) -> int:
@@ -141,33 +151,42 @@ class PastPrompts:
     def __init__(self, *, limit: int = _LIMIT) -> None:
         self._limit = limit
         self._lock = threading.Lock()
-        self._held: OrderedDict[tuple[str, int], PastPrompt] = OrderedDict()
+        self._held: dict[PastPrompt, str] = {}
+        """All of them with their namespaces, the oldest first."""
+        self._by_namespace: dict[str, dict[PastPrompt, None]] = {}
         self._size = 0
-        self._count = 0
 
     def store(self, past: PastPrompt, namespace: str, instead_of: PastPrompt | None) -> None:
         """Remember a prompt; the one that it goes on from need not be."""
         with self._lock:
-            if instead_of is not None:
-                for key in [key for key, each in self._held.items() if each is instead_of]:
-                    self._size -= self._held.pop(key).size
-            self._count += 1
-            self._held[namespace, self._count] = past
+            if instead_of is not None and instead_of in self._held:
+                self._drop(instead_of)
+            self._held[past] = namespace
+            self._by_namespace.setdefault(namespace, {})[past] = None
             self._size += past.size
             while self._size > self._limit and self._held:
-                self._size -= self._held.popitem(last=False)[1].size
+                self._drop(next(iter(self._held)))
+
+    def _drop(self, past: PastPrompt) -> None:
+        namespace = self._held.pop(past)
+        prompts = self._by_namespace[namespace]
+        del prompts[past]
+        if not prompts:
+            del self._by_namespace[namespace]
+        self._size -= past.size
 
     def closest(self, messages: Sequence[Message], text: str, namespace: str) -> PastPrompt | None:
-        """The prompt before this one in its conversation, as far as can be told: the one that has most of its
-        messages, and of those the one that its text shares most with."""
+        """The prompt before this one in its conversation, as far as can be told: the longest one that this
+        text goes on from; else the one that has most of these messages, and of those the one whose text has
+        most in common with this one."""
         with self._lock:
-            near = [each for (space, _), each in reversed(self._held.items()) if space == namespace][
-                :_SIMILAR
-            ]
-        said = {_key(message) for message in messages if message.role not in ("system", "developer")}
+            near = list(islice(reversed(self._by_namespace.get(namespace, {})), _SIMILAR))
+        if begun := [past for past in near if text.startswith(past.text)]:
+            return max(begun, key=lambda past: len(past.text))
+        keys = {_key(message) for message in messages if message.role not in ("system", "developer")}
         best, best_score = None, (0, 0)
         for past in near:
-            same = sum(_key(each) in said for each in past.messages)
+            same = len(keys & past.keys)
             if same and (score := (same, shared_length(text, past.text))) > best_score:
                 best, best_score = past, score
         return best
@@ -197,7 +216,9 @@ def shared_tokens(past: PastPrompt, text: str, cuts: Sequence[tuple[int, int]]) 
 
 
 def _tokens_at(cuts: Sequence[tuple[int, int]], chars: int) -> int:
-    return max((count for at, count in cuts if at <= chars), default=0)
+    """The tokens up to the last cut that stands at so many characters or before."""
+    cut = bisect_right(cuts, chars, key=lambda cut: cut[0])
+    return cuts[cut - 1][1] if cut else 0
 
 
 def _history_end(messages: Sequence[Message], text: str) -> int:
