@@ -4,6 +4,7 @@ look inside in few places."""
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
@@ -88,13 +89,23 @@ def layer_of(module: str) -> str:
     return module.split(".")[1] if "." in module else "__init__"
 
 
+def import_statements(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    """The imports of a file, wherever they stand. Expressions, which have none, are not walked through."""
+    for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for node in getattr(tree, name, ()):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                yield node
+            else:
+                yield from import_statements(node)
+
+
 def imports(file: Path, tree: ast.AST) -> Iterator[str]:
     """The modules of this project that a file imports, wherever in it the import stands."""
     here = ["perdure", *file.relative_to(SOURCE).with_suffix("").parts]
-    for node in ast.walk(tree):
+    for node in import_statements(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "perdure")
-        elif isinstance(node, ast.ImportFrom):
+        else:
             base = ".".join(here[: -node.level]) if node.level else ""
             module = ".".join(filter(None, (base, node.module)))
             if module == "perdure":
@@ -211,10 +222,10 @@ def module_of(file: Path) -> str:
 def imported_modules(tree: ast.AST, known: Collection[str]) -> set[str]:
     """The modules that a file imports, wherever in it, also for its types alone."""
     found = set()
-    for node in ast.walk(tree):
+    for node in import_statements(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
+        elif node.module:
             # A name out of a package is a module of it, or else something that the package defines.
             names = {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
             found |= {module if module in known else node.module for module in names.values()}
@@ -275,6 +286,8 @@ _DOCUMENTED = {"_exit", "_fields_", "_replace", "_request_id"}
 
 def private_reads(source: str) -> list[str]:
     """Reads of private attributes of something else than `self`."""
+    if not re.search(r"(?<!\bself)(?<!\bcls)\._(?!_)", source):
+        return []
     return [
         ast.unparse(node)
         for node in ast.walk(ast.parse(source))

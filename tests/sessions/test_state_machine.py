@@ -29,7 +29,7 @@ def live(
             stateful_step_count=steps,
             deadline=None,
             phases=phases,
-            derandomize=examples < 50,
+            derandomize=phases == [Phase.generate] or examples < 50,
             suppress_health_check=list(HealthCheck),
         ),
     )

@@ -493,19 +493,19 @@ def descriptors() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the system does not tell")
-def test_ten_deaths_leave_no_zombie_no_descriptor_and_no_thread() -> None:
+def test_deaths_leave_no_zombie_no_descriptor_and_no_thread() -> None:
     # What earlier tests left to the collector would go while it counts.
     gc.collect()
     with isolated("full") as rt:
         pid(rt)
         before, threads = descriptors(), set(threading.enumerate())
         dead = []
-        for _ in range(10):
+        for _ in range(4):
             dead.append(pid(rt))
             os.kill(dead[-1], signal.SIGKILL)
         pid(rt)
-        assert len(set(dead)) == 10
-        assert remote(rt).health().restarts == 10
+        assert len(set(dead)) == 4
+        assert remote(rt).health().restarts == 4
         assert descriptors() == before
         assert not set(threading.enumerate()) - threads
         for each in dead:
