@@ -19,10 +19,10 @@ from perdure.cli.commands import (
     backup,
     cache,
     chat,
+    cluster,
     config,
     doctor,
     engine,
-    fit,
     keys,
     models,
     run,
@@ -30,9 +30,7 @@ from perdure.cli.commands import (
     sessions,
 )
 from perdure.cli.commands.agents import launch, mcp, why
-from perdure.cli.commands.cluster import replicas
-from perdure.cli.commands.inspection import analyse, vectors
-from perdure.cli.commands.weights import compare, evaluate, merge, quantize, train
+from perdure.cli.commands.weights import evaluate, files, fit, inspection, train
 from perdure.cli.options.shared import defaults
 
 # `--help` in sections: options and commands by what they are about.
@@ -171,18 +169,12 @@ def root(
 app.command(name="run", options_metavar="[OPTIONS] [MODEL]", rich_help_panel=_Ask)(run.run)
 app.command(name="chat", options_metavar="[OPTIONS] [MODEL]", rich_help_panel=_Ask)(chat.chat)
 app.command(name="serve", rich_help_panel=_Serve)(serve.serve)
-app.command(
-    name="page",
-    rich_help_panel=_Serve,
-    options_metavar="[MODEL] [OPTIONS OF SERVE]",
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)(background.page)
-app.command(
-    name="start",
-    rich_help_panel=_Serve,
-    options_metavar="[MODEL] [OPTIONS OF SERVE]",
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)(background.start)
+for command in (background.page, background.start):
+    app.command(
+        rich_help_panel=_Serve,
+        options_metavar="[MODEL] [OPTIONS OF SERVE]",
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    )(command)
 app.command(name="stop", rich_help_panel=_Serve)(background.stop)
 app.command(name="status", rich_help_panel=_Serve)(background.status)
 app.command(name="ps", hidden=True)(background.status)
@@ -196,7 +188,7 @@ app.command(name="why", rich_help_panel=_Serve)(why.why)
 app.command(name="report", rich_help_panel=_Serve)(why.report)
 app.command(name="mcp", rich_help_panel=_Serve)(mcp.mcp)
 app.add_typer(keys.app, name="keys", rich_help_panel=_Serve)
-app.add_typer(replicas.app, name="cluster", rich_help_panel=_Serve)
+app.add_typer(cluster.app, name="cluster", rich_help_panel=_Serve)
 app.add_typer(sessions.app, name="sessions", rich_help_panel=_Kept)
 app.add_typer(cache.app, name="cache", rich_help_panel=_Kept)
 app.command(name="backup", rich_help_panel=_Kept)(backup.backup)
@@ -209,15 +201,15 @@ app.command(name="show", rich_help_panel=_Models)(models.inspect)
 app.command(name="fit", rich_help_panel=_Models)(fit.fit)
 app.command(name="tune", rich_help_panel=_Models)(fit.tune)
 app.command(name="rm", rich_help_panel=_Models)(models.rm)
-app.command(name="quantize", rich_help_panel=_Models)(quantize.quantize)
+app.command(name="quantize", rich_help_panel=_Models)(files.quantize)
 app.command(name="train", rich_help_panel=_Models)(train.train)
 app.command(name="eval", rich_help_panel=_Models)(evaluate.evaluate)
-app.command(name="analyse", rich_help_panel=_Models)(analyse.analyse)
-app.command(name="vectors", rich_help_panel=_Models)(vectors.vectors)
-app.command(name="compare", rich_help_panel=_Models)(compare.compare)
-app.command(name="merge", rich_help_panel=_Models)(merge.merge)
-app.command(name="fuse", rich_help_panel=_Models)(merge.fuse)
-app.command(name="convert", rich_help_panel=_Models)(merge.convert)
+app.command(name="analyse", rich_help_panel=_Models)(inspection.analyse)
+app.command(name="vectors", rich_help_panel=_Models)(inspection.vectors)
+app.command(name="compare", rich_help_panel=_Models)(files.compare)
+app.command(name="merge", rich_help_panel=_Models)(files.merge)
+app.command(name="fuse", rich_help_panel=_Models)(files.fuse)
+app.command(name="convert", rich_help_panel=_Models)(files.convert)
 # By longer names.
 app.command(name="inspect", hidden=True)(models.inspect)
 app.add_typer(config.app, name="config", rich_help_panel=_Machine)

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from perdure.cli.conversation import Conversation
     from perdure.cli.line_editor import LineEditor
 
-_Talk = "The conversation"
-
 
 @unfolded
 def chat(
@@ -40,11 +38,10 @@ def chat(
     conversation: ConversationOptions,
     overflow: Annotated[
         Overflow,
-        typer.Option(
+        shared.talk_option(
             "--overflow",
             help="When the context is full. error: refuse the message; drop_oldest: leave out the oldest "
             "turns; shift: go on without the oldest tokens; fold: go on from a summary.",
-            rich_help_panel=_Talk,
         ),
     ] = "error",
     sampling: SamplingOptions,

@@ -53,12 +53,10 @@ def add(
         typer.Option("--tokens-per-day", min=1, metavar="N", help="Most tokens a day, prompts and replies."),
     ] = None,
     sessions: Annotated[
-        int | None,
-        typer.Option("--sessions", min=1, metavar="N", help="Most sessions and stored responses."),
+        int | None, typer.Option("--sessions", min=1, metavar="N", help="Most sessions and stored responses.")
     ] = None,
     stored_bytes: Annotated[
-        int | None,
-        typer.Option("--stored-bytes", min=1, metavar="N", help="Most bytes of stored turns."),
+        int | None, typer.Option("--stored-bytes", min=1, metavar="N", help="Most bytes of stored turns.")
     ] = None,
     file: File = None,
     store: StoreFolder = None,

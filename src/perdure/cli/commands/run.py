@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,9 +19,7 @@ if TYPE_CHECKING:
 _SLOTS = 4
 """Samples that are written at once; the others follow them."""
 
-_Talk = "The conversation"
-_Shape = "Shape of the reply"
-_Output = "Output"
+_output_option = partial(typer.Option, rich_help_panel="Output")
 
 
 @unfolded
@@ -36,85 +35,55 @@ def run(
     ] = False,
     go_on: Annotated[
         bool,
-        typer.Option(
+        shared.talk_option(
             "--continue",
             "-c",
             help="Continue the last conversation: the last run, or the session that was used since.",
-            rich_help_panel=_Talk,
         ),
     ] = False,
     *,
     conversation: ConversationOptions,
     keep: Annotated[
-        bool,
-        typer.Option("--keep/--no-keep", help="Keep this run for --continue.", rich_help_panel=_Talk),
+        bool, shared.talk_option("--keep/--no-keep", help="Keep this run for --continue.")
     ] = True,
     regex: Annotated[
         str | None,
-        typer.Option(
-            "--regex",
-            metavar="PATTERN",
-            help="Regular expression that the reply must match.",
-            rich_help_panel=_Shape,
+        shared.shape_option(
+            "--regex", metavar="PATTERN", help="Regular expression that the reply must match."
         ),
     ] = None,
     grammar: Annotated[
         Path | None,
-        typer.Option(
-            "--grammar",
-            metavar="FILE",
-            help="Grammar (.lark or .gbnf) that the reply must match.",
-            rich_help_panel=_Shape,
+        shared.shape_option(
+            "--grammar", metavar="FILE", help="Grammar (.lark or .gbnf) that the reply must match."
         ),
     ] = None,
     stop: Annotated[
         list[str] | None,
-        typer.Option(
-            "--stop",
-            metavar="TEXT",
-            help="End the reply before TEXT; may be given several times.",
-            rich_help_panel=_Shape,
+        shared.shape_option(
+            "--stop", metavar="TEXT", help="End the reply before TEXT; may be given several times."
         ),
     ] = None,
     sampling: SamplingOptions,
     samples: Annotated[
-        int,
-        typer.Option(
-            "--samples",
-            min=1,
-            metavar="N",
-            help="Write N replies; the prompt is read once.",
-            rich_help_panel=_Output,
-        ),
+        int, _output_option("--samples", min=1, metavar="N", help="Write N replies; the prompt is read once.")
     ] = 1,
     stream: Annotated[
-        bool,
-        typer.Option(
-            "--stream/--no-stream",
-            help="Print the reply as it comes or at its end.",
-            rich_help_panel=_Output,
-        ),
+        bool, _output_option("--stream/--no-stream", help="Print the reply as it comes or at its end.")
     ] = True,
-    as_json: Annotated[
-        bool,
-        typer.Option("--json", help="Print one JSON object with everything.", rich_help_panel=_Output),
-    ] = False,
+    as_json: Annotated[bool, _output_option("--json", help="Print one JSON object with everything.")] = False,
     logprobs: Annotated[
         int | None,
-        typer.Option(
+        _output_option(
             "--logprobs",
             min=0,
             metavar="K",
             help="Log probabilities, with the K likeliest tokens beside each: in the JSON, or after the text "
             "on standard error.",
-            rich_help_panel=_Output,
         ),
     ] = None,
     verbose: Annotated[
-        bool,
-        typer.Option(
-            "--verbose", "-v", help="Show counts and speeds on standard error.", rich_help_panel=_Output
-        ),
+        bool, _output_option("--verbose", "-v", help="Show counts and speeds on standard error.")
     ] = False,
     engine: EngineOptions,
     exact: shared.Exact = False,

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from perdure.server.core.keys import Keys
 
 _OLLAMA = 11434
-_Engine = "Engine"
-_Access = "Access"
 
 
 @unfolded
@@ -134,78 +132,61 @@ def serve(
     engine: EngineOptions,
     adapter: Annotated[
         list[str] | None,
-        typer.Option(
+        shared.engine_option(
             "--adapter",
             metavar="NAME=FILE[:SCALE]",
             help="Adapter that clients may use by NAME or MODEL:NAME; of several models, MODEL:NAME=FILE.",
-            rich_help_panel=_Engine,
         ),
     ] = None,
     exact: shared.Exact = False,
     slots: Annotated[
         str,
-        typer.Option(
+        shared.engine_option(
             "--slots",
             metavar="N|auto",
             callback=shared.number_or_auto,
             help="Requests that are answered at once; others wait. auto: as many as fit.",
-            rich_help_panel=_Engine,
         ),
     ] = str(SLOTS),
     queue: Annotated[
         int,
-        typer.Option(
-            "--queue",
-            min=0,
-            metavar="N",
-            help="Requests that may wait; more are told to try later (429).",
-            rich_help_panel=_Engine,
+        shared.engine_option(
+            "--queue", min=0, metavar="N", help="Requests that may wait; more are told to try later (429)."
         ),
     ] = QUEUE,
     threads: Annotated[
         int | None,
-        typer.Option(
-            "--threads",
-            min=1,
-            metavar="N",
-            show_default="by the machine",
-            help="Threads that compute.",
-            rich_help_panel=_Engine,
+        shared.engine_option(
+            "--threads", min=1, metavar="N", show_default="by the machine", help="Threads that compute."
         ),
     ] = None,
     isolated: Annotated[
         bool,
-        typer.Option(
+        shared.engine_option(
             "--isolated/--in-process",
             help="The engine in a process of its own: if it dies, it is started again.",
-            rich_help_panel=_Engine,
         ),
     ] = True,
     keys: Annotated[
         Path | None,
-        typer.Option(
+        shared.access_option(
             "--keys",
             metavar="FILE",
             help="File of the keys that clients must have; `perdure keys add NAME` makes one.",
-            rich_help_panel=_Access,
         ),
     ] = None,
     new_key: Annotated[
         str | None,
-        typer.Option(
+        shared.access_option(
             "--new-key",
             metavar="NAMESPACE",
             help="Print a new key and its line for the file, and exit; `perdure keys add` does both.",
-            rich_help_panel=_Access,
         ),
     ] = None,
     page: Annotated[
-        bool,
-        typer.Option("--page/--no-page", help="Serve the page for browsers, at /.", rich_help_panel=_Access),
+        bool, shared.access_option("--page/--no-page", help="Serve the page for browsers, at /.")
     ] = True,
-    open_page: Annotated[
-        bool, typer.Option("--open", help="Open the page in a browser.", rich_help_panel=_Access)
-    ] = False,
+    open_page: Annotated[bool, shared.access_option("--open", help="Open the page in a browser.")] = False,
     live: LiveOptions,
     sampling: SamplingOptions,
 ) -> None:
@@ -230,7 +211,7 @@ def serve(
     if new_key is not None:
         _print_key(new_key)
         return
-    from contextlib import closing
+    from contextlib import ExitStack
     from dataclasses import replace
 
     from perdure.models.catalogue import names_of
@@ -284,104 +265,88 @@ def serve(
     except InvalidInputError as error:
         note(str(error))
         raise typer.Exit(2) from None
-    if selection is not None:
-        specs = []
-        for spec in selection.models:
-            source = registry.engine_for(spec.source).fetch(spec.source, fetching, agrees)
-            specs.append(replace(spec, source=source, template=spec.template or engine.template))
-        kv: BackendKeywords = {}
-        if engine.kv_type is not None:
-            kv["k_type"], kv["v_type"] = parse_kv_type(engine.kv_type)
-        if threads is not None:
-            kv["threads"] = threads
-        if store_size is not None:
-            kv["store_bytes"] = round(store_size * (1 << 30))
-        if folder is not None and (encryption := encryption_of(folder, encrypt)) is not None:
-            kv["encryption"] = encryption
-        if blocks:
-            kv["blocks"], kv["blocks_key"] = tuple(blocks), cluster_key(folder, blocks)
-        pool = ModelPool.open(
-            specs,
-            store=folder,
-            memory=budget,
-            keep_alive=seconds,
-            loading=cast("LoadingKeywords", engine.loading),
-            settings={
-                "n_ctx": engine.n_ctx or N_CTX,
-                "slots": shared.parse_auto(slots) or SLOTS,
-                "queue": queue,
-                "exact": exact,
-                "force_kv": engine.force_kv,
-                **kv,
-            },
-        )
-        with closing(pool):
-            first = pool.default
-            app_state = AppState(
-                runtime=first.runtime,
-                name=first.name,
-                short_names=names_of(first.source),
-                model_bytes=first.facts().nbytes,
-                keys=known,
-                page=page,
-                pool=pool,
-                adapters=first.adapters,
-                own_aliases=selection.aliases,
+    with ExitStack() as resources:
+        if selection is not None:
+            specs = []
+            for spec in selection.models:
+                source = registry.engine_for(spec.source).fetch(spec.source, fetching, agrees)
+                specs.append(replace(spec, source=source, template=spec.template or engine.template))
+            kv: BackendKeywords = {}
+            if engine.kv_type is not None:
+                kv["k_type"], kv["v_type"] = parse_kv_type(engine.kv_type)
+            if threads is not None:
+                kv["threads"] = threads
+            if store_size is not None:
+                kv["store_bytes"] = round(store_size * (1 << 30))
+            if folder is not None and (encryption := encryption_of(folder, encrypt)) is not None:
+                kv["encryption"] = encryption
+            if blocks:
+                kv["blocks"], kv["blocks_key"] = tuple(blocks), cluster_key(folder, blocks)
+            pool = ModelPool.open(
+                specs,
+                store=folder,
+                memory=budget,
+                keep_alive=seconds,
+                loading=cast("LoadingKeywords", engine.loading),
+                settings={
+                    "n_ctx": engine.n_ctx or N_CTX,
+                    "slots": shared.parse_auto(slots) or SLOTS,
+                    "queue": queue,
+                    "exact": exact,
+                    "force_kv": engine.force_kv,
+                    **kv,
+                },
             )
-            app_state.change(settings_now)
-            set_log_level(live.log_level)
-            reload = SettingsReload(context, host=host)
-            try:
-                _listen(app_state, reload, listening, folder, isolated, open_page=open_page)
-            finally:
-                known.usage.save()
-                if unix_socket is not None:
-                    unix_socket.unlink(missing_ok=True)
-        return
-    opener = registry.engine_for(model)
-    source = opener.fetch(model, fetching, agrees)
-    with perdure.open(
-        source,
-        n_ctx=engine.n_ctx,
-        slots=shared.parse_auto(slots) or SLOTS,
-        queue=queue,
-        exact=exact,
-        store=folder,
-        store_bytes=None if store_size is None else round(store_size * (1 << 30)),
-        encrypt=None if no_store else encrypt,
-        blocks=blocks,
-        isolated=isolated,
-        threads=threads,
-        template=engine.template,
-        kv_type=engine.kv_type,
-        force_kv=engine.force_kv,
-        draft=engine.draft,
-        adapters=engine.adapters,
-        adapter_names={each: file for each, (file, _) in named.items()} or None,
-        **engine.loading,
-    ) as runtime:
-        label = name or opener.label(source)
-        pool = ModelPool.of_runtime(label, runtime, keep_alive=seconds)
+            resources.callback(pool.close)
+            first = pool.default
+            runtime, label, source, adapters = first.runtime, first.name, first.source, first.adapters
+            model_bytes, own_aliases = first.facts().nbytes, selection.aliases
+        else:
+            opener = registry.engine_for(model)
+            source = opener.fetch(model, fetching, agrees)
+            runtime = perdure.open(
+                source,
+                n_ctx=engine.n_ctx,
+                slots=shared.parse_auto(slots) or SLOTS,
+                queue=queue,
+                exact=exact,
+                store=folder,
+                store_bytes=None if store_size is None else round(store_size * (1 << 30)),
+                encrypt=None if no_store else encrypt,
+                blocks=blocks,
+                isolated=isolated,
+                threads=threads,
+                template=engine.template,
+                kv_type=engine.kv_type,
+                force_kv=engine.force_kv,
+                draft=engine.draft,
+                adapters=engine.adapters,
+                adapter_names={each: file for each, (file, _) in named.items()} or None,
+                **engine.loading,
+            )
+            resources.enter_context(runtime)
+            label, model_bytes, own_aliases = name or opener.label(source), runtime.model.info.nbytes, ()
+            adapters = {each: scale for each, (_, scale) in named.items()}
+            pool = ModelPool.of_runtime(label, runtime, keep_alive=seconds)
+            resources.callback(pool.close)
         app_state = AppState(
             runtime=runtime,
             name=label,
-            pool=pool,
             short_names=names_of(source),
-            model_bytes=runtime.model.info.nbytes,
+            model_bytes=model_bytes,
             keys=known,
             page=page,
-            adapters={each: scale for each, (_, scale) in named.items()},
+            pool=pool,
+            adapters=adapters,
+            own_aliases=own_aliases,
         )
         app_state.change(settings_now)
         set_log_level(live.log_level)
         reload = SettingsReload(context, host=host)
-        try:
-            _listen(app_state, reload, listening, folder, isolated, open_page=open_page)
-        finally:
-            pool.close()
-            known.usage.save()
-            if unix_socket is not None:
-                unix_socket.unlink(missing_ok=True)
+        resources.callback(known.usage.save)
+        if unix_socket is not None:
+            resources.callback(unix_socket.unlink, missing_ok=True)
+        _listen(app_state, reload, listening, folder, isolated, open_page=open_page)
 
 
 def keys_in(folder: Path | None) -> int:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, TypeVar, get_type_hints
 
 import typer
@@ -144,7 +144,7 @@ def unfolded(command: Callable[..., None]) -> Callable[..., None]:
         ]
 
     # Any: typer calls it with the options of the signature below.
-    @functools.wraps(command)
+    @wraps(command)
     def folded(**given: Any) -> None:
         for name, kind in groups.items():
             given[name] = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
@@ -157,7 +157,7 @@ def unfolded(command: Callable[..., None]) -> Callable[..., None]:
 
 # Options of every command that loads a model: how much of it goes to a GPU.
 
-_GPU = "GPU"
+_gpu_option = partial(typer.Option, rich_help_panel="GPU")
 
 
 def _layers(text: str | None) -> str | None:
@@ -186,47 +186,39 @@ def _shares(text: str | None) -> str | None:
 
 GpuLayers = Annotated[
     str | None,
-    typer.Option(
+    _gpu_option(
         "--gpu-layers",
         metavar="N|auto",
         show_default="auto",
         callback=_layers,
         help="Layers of the model on the GPU; auto: as many as fit.",
-        rich_help_panel=_GPU,
     ),
 ]
 Devices = Annotated[
     list[str] | None,
-    typer.Option(
-        "--device", metavar="NAME", help="A GPU to use; may be given several times.", rich_help_panel=_GPU
-    ),
+    _gpu_option("--device", metavar="NAME", help="A GPU to use; may be given several times."),
 ]
 TensorSplit = Annotated[
     str | None,
-    typer.Option(
+    _gpu_option(
         "--tensor-split",
         metavar="A,B",
         show_default="by free memory",
         callback=_shares,
         help="Share of the model for each GPU.",
-        rich_help_panel=_GPU,
     ),
 ]
 KvOffload = Annotated[
-    bool,
-    typer.Option(
-        "--kv-offload/--no-kv-offload", help="Keep the K/V cache on the GPU too.", rich_help_panel=_GPU
-    ),
+    bool, _gpu_option("--kv-offload/--no-kv-offload", help="Keep the K/V cache on the GPU too.")
 ]
 CpuExperts = Annotated[
     str | None,
-    typer.Option(
+    _gpu_option(
         "--cpu-experts",
         metavar="N|all|auto",
         show_default="auto",
         callback=_experts,
         help="Layers whose experts stay in memory and are computed by the CPU; auto: as few as must.",
-        rich_help_panel=_GPU,
     ),
 ]
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from perdure.cli.options import shared
 from perdure.cli.options.groups import SamplingOptions
-from perdure.cli.options.shared import defaults
 from perdure.config import SETTLED, WARMED, choices, settings
 from perdure.errors import InvalidInputError
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 
 LogLevel = Literal["debug", "info", "warning", "error"]
-_Access = "Access"
-_Limits = "Limits"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,163 +38,120 @@ class LiveOptions:
     ] = None
     allow_host: Annotated[
         list[str] | None,
-        typer.Option(
+        shared.access_option(
             "--allow-host",
             metavar="NAME",
             help="A further host name that requests may be sent to; may be given several times.",
-            rich_help_panel=_Access,
         ),
     ] = None
     cors: Annotated[
         list[str] | None,
-        typer.Option(
+        shared.access_option(
             "--cors",
             metavar="ORIGIN",
             help="A site whose pages may use the server, such as https://chat.example.org, or * for any "
             "(with --keys); may be given several times.",
-            rich_help_panel=_Access,
         ),
     ] = None
     strict: Annotated[
         bool,
-        typer.Option(
-            "--strict/--no-strict",
-            help="Refuse requests with fields that are not known.",
-            rich_help_panel=_Access,
-        ),
+        shared.access_option("--strict/--no-strict", help="Refuse requests with fields that are not known."),
     ] = False
     conversations: Annotated[
         bool,
-        typer.Option(
+        shared.access_option(
             "--conversations/--no-conversations",
             help="Keep conversations that agents name by their headers as sessions.",
-            rich_help_panel=_Access,
         ),
     ] = True
     stable_prefix: Annotated[
         bool,
-        typer.Option(
+        shared.access_option(
             "--stable-prefix/--as-sent",
             help="Move text that clients change at every turn (dates, counters, reminders) behind the rest, "
             "or give prompts to the model as they were sent.",
-            rich_help_panel=_Access,
         ),
     ] = True
     settle: Annotated[
         int,
-        typer.Option(
+        shared.access_option(
             "--settle",
             min=0,
             max=1 << 20,
             metavar="N",
             help="Tokens of a conversation's next prompt to read ahead while nobody is served; 0: none.",
-            rich_help_panel=_Access,
         ),
     ] = SETTLED
     warm: Annotated[
         int,
-        typer.Option(
+        shared.access_option(
             "--warm",
             min=0,
             max=1 << 20,
             metavar="N",
             help="After the start, wake what the prompts of known clients begin with while nobody is served, "
             "and compute up to N tokens of it that are no longer kept; 0: neither.",
-            rich_help_panel=_Access,
         ),
     ] = WARMED
     # Not the `overflow` of the config file, which is for chats: these are sessions, and may be folded.
     full_context: Annotated[
         Literal["error", "drop_oldest", "shift"] | None,
-        typer.Option(
+        shared.limit_option(
             "--overflow",
             show_default="error",
             help="When a conversation no longer fits and the request does not say. error: refuse it; "
             "drop_oldest: leave out the oldest turns; shift: go on without the oldest tokens.",
-            rich_help_panel=_Limits,
         ),
     ] = None
     log_level: Annotated[
         LogLevel,
-        typer.Option(
-            "--log-level",
-            help="Least level of the lines in the log; a request is one at info.",
-            rich_help_panel=_Access,
+        shared.access_option(
+            "--log-level", help="Least level of the lines in the log; a request is one at info."
         ),
     ] = "info"
     log_text: Annotated[
-        bool,
-        typer.Option(
-            "--log-text/--no-log-text", help="Put messages and replies into the log.", rich_help_panel=_Access
-        ),
+        bool, shared.access_option("--log-text/--no-log-text", help="Put messages and replies into the log.")
     ] = False
     body_bytes: Annotated[
-        int,
-        typer.Option(
-            "--body-bytes", min=1, metavar="N", help="Most bytes of one request.", rich_help_panel=_Limits
-        ),
+        int, shared.limit_option("--body-bytes", min=1, metavar="N", help="Most bytes of one request.")
     ] = 16 << 20
     messages: Annotated[
-        int,
-        typer.Option(
-            "--messages", min=1, metavar="N", help="Most messages of one request.", rich_help_panel=_Limits
-        ),
+        int, shared.limit_option("--messages", min=1, metavar="N", help="Most messages of one request.")
     ] = 4096
     requests: Annotated[
         int,
-        typer.Option(
-            "--requests",
-            min=1,
-            metavar="N",
-            help="Most requests at once, waiting ones included.",
-            rich_help_panel=_Limits,
+        shared.limit_option(
+            "--requests", min=1, metavar="N", help="Most requests at once, waiting ones included."
         ),
     ] = 512
     request_seconds: Annotated[
         float,
-        typer.Option(
-            "--request-seconds",
-            metavar="S",
-            help="Seconds that one request may take.",
-            rich_help_panel=_Limits,
-        ),
+        shared.limit_option("--request-seconds", metavar="S", help="Seconds that one request may take."),
     ] = 900.0
     body_seconds: Annotated[
         float,
-        typer.Option(
-            "--body-seconds",
-            metavar="S",
-            help="Seconds that the body of a request may take to arrive.",
-            rich_help_panel=_Limits,
+        shared.limit_option(
+            "--body-seconds", metavar="S", help="Seconds that the body of a request may take to arrive."
         ),
     ] = 60.0
     response_days: Annotated[
         float,
-        typer.Option(
-            "--response-days",
-            metavar="N",
-            help="Days that a stored response is kept.",
-            rich_help_panel=_Limits,
-        ),
+        shared.limit_option("--response-days", metavar="N", help="Days that a stored response is kept."),
     ] = 30.0
     grace: Annotated[
         float,
-        typer.Option(
-            "--grace",
-            metavar="S",
-            help="Seconds for replies to finish once the server is told to stop.",
-            rich_help_panel=_Limits,
+        shared.limit_option(
+            "--grace", metavar="S", help="Seconds for replies to finish once the server is told to stop."
         ),
     ] = 20.0
 
     drain: Annotated[
         float,
-        typer.Option(
+        shared.limit_option(
             "--drain",
             min=0,
             metavar="S",
             help="Seconds before that in which it answers as ever, and /ready says that it is draining.",
-            rich_help_panel=_Limits,
         ),
     ] = 0.0
 
@@ -282,7 +237,9 @@ class SettingsReload:
         chosen = {name: choice.value for name, choice in choices().items()}
         try:
             # The rules of an option hold for what the file says too.
-            context = self._command.make_context("serve", [], default_map=defaults(self._command, chosen))
+            context = self._command.make_context(
+                "serve", [], default_map=shared.defaults(self._command, chosen)
+            )
         except typer.BadParameter as error:
             raise InvalidInputError(error.format_message()) from None
         read = {**context.params, **self._given}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -61,11 +62,14 @@ def _completed(find: Callable[[], Iterable[str]], incomplete: str) -> list[str]:
     return []
 
 
-_Talk = "The conversation"
-_Engine = "Engine"
-_Sampling = "Sampling"
-_Further = "Further sampling"
-_Shape = "Shape of the reply"
+# Options by the section of `--help` that lists them.
+
+_TALK = "The conversation"
+talk_option = partial(typer.Option, rich_help_panel=_TALK)
+engine_option = partial(typer.Option, rich_help_panel="Engine")
+shape_option = partial(typer.Option, rich_help_panel="Shape of the reply")
+access_option = partial(typer.Option, rich_help_panel="Access")
+limit_option = partial(typer.Option, rich_help_panel="Limits")
 
 
 def typer_option(option: Option) -> Any:
@@ -84,7 +88,7 @@ def typer_option(option: Option) -> Any:
             metavar=shown,
             help=f"{option.help[0].upper()}{option.help[1:]}{again}.",
             show_default=option.default_text,
-            rich_help_panel=_Sampling if option.common else _Further,
+            rich_help_panel="Sampling" if option.common else "Further sampling",
         ),
     ]
 
@@ -180,16 +184,15 @@ ModelFor = Annotated[
 ]
 Session = Annotated[
     str | None,
-    typer.Option(
+    talk_option(
         "--session",
         metavar="NAME",
         autocompletion=session_names,
         callback=_not_empty,
         help="Keep the conversation on disk under this name, or continue the one that has it.",
-        rich_help_panel=_Talk,
     ),
 ]
-Store = Annotated[Path | None, _store_option(_Talk)]
+Store = Annotated[Path | None, _store_option(_TALK)]
 StoreFolder = Annotated[Path | None, _store_option(None)]
 SessionName = Annotated[
     str,
@@ -213,95 +216,62 @@ AfterId = Annotated[str | None, _after_option("ID")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Skip confirmation.")]
 Ctx = Annotated[
     str | None,
-    typer.Option(
+    engine_option(
         "--ctx",
         metavar="N|auto",
         show_default="4096",
         callback=number_or_auto,
         help="Context size: tokens of prompt and reply together; auto: as many as fit.",
-        rich_help_panel=_Engine,
     ),
 ]
 DraftModel = Annotated[
     str | None,
-    typer.Option(
+    engine_option(
         "--draft",
         metavar="MODEL|mtp",
         help="What guesses ahead, for replies with --speculate: a smaller model of the same vocabulary, "
         "the model's assistant (Gemma 4), or mtp for its own next-token layers.",
-        rich_help_panel=_Engine,
     ),
 ]
 KvType = Annotated[
     str | None,
-    typer.Option(
+    engine_option(
         "--kv-type",
         metavar="TYPE|K:V",
         show_default="f16",
         callback=_kv_types,
         help="Type of the K/V cache: f16, q8_0, q4_0 and others, or one for K and one for V.",
-        rich_help_panel=_Engine,
     ),
 ]
 ForceKv = Annotated[
-    bool,
-    typer.Option(
-        "--force-kv",
-        help="Use a K/V type that was measured to cost the model much.",
-        rich_help_panel=_Engine,
-    ),
+    bool, engine_option("--force-kv", help="Use a K/V type that was measured to cost the model much.")
 ]
 Exact = Annotated[
     bool,
-    typer.Option(
-        "--exact",
-        help="Decode each reply alone, so that its last bit never depends on others.",
-        rich_help_panel=_Engine,
-    ),
+    engine_option("--exact", help="Decode each reply alone, so that its last bit never depends on others."),
 ]
 SystemText = Annotated[
     str | None,
-    typer.Option(
-        "--system",
-        "-s",
-        metavar="TEXT|@FILE",
-        help="System prompt, or @ and a file that has it.",
-        rich_help_panel=_Talk,
-    ),
+    talk_option("--system", "-s", metavar="TEXT|@FILE", help="System prompt, or @ and a file that has it."),
 ]
 Lora = Annotated[
     list[str] | None,
-    typer.Option(
-        "--lora",
-        metavar="FILE[:SCALE]",
-        help="LoRA for every reply; may be given several times.",
-        rich_help_panel=_Engine,
-    ),
+    engine_option("--lora", metavar="FILE[:SCALE]", help="LoRA for every reply; may be given several times."),
 ]
 ControlVector = Annotated[
     list[str] | None,
-    typer.Option(
+    engine_option(
         "--control-vector",
         metavar="FILE[@FIRST-LAST][:SCALE]",
         help="Control vector for every reply, on these layers; may be given several times.",
-        rich_help_panel=_Engine,
     ),
 ]
 Template = Annotated[
     str | None,
-    typer.Option(
-        "--template",
-        metavar="NAME|FILE",
-        show_default="the model's own",
-        help="Chat template.",
-        rich_help_panel=_Engine,
-    ),
+    engine_option("--template", metavar="NAME|FILE", show_default="the model's own", help="Chat template."),
 ]
 Schema = Annotated[
-    Path | None,
-    typer.Option(
-        "--schema", metavar="FILE", help="JSON schema that replies must match.", rich_help_panel=_Shape
-    ),
+    Path | None, shape_option("--schema", metavar="FILE", help="JSON schema that replies must match.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

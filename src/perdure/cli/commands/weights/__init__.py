@@ -1,1 +1,1 @@
-"""`perdure quantize`, `compare`, `fuse`, `merge` and `convert`: model files made from others."""
+"""Commands about weights: files made from others, trained, judged, fitted to a machine, looked into."""
