@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, Unpack
 
@@ -110,6 +111,17 @@ def resolve_draft(
     return {**loading, "mtp": True}, settings
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SecondOpening:
+    """How a model is opened a second time, in another process."""
+
+    path: str
+    adapters: Mapping[str, float]
+    """Files with their scales."""
+    rope: tuple[float, float]
+    """Base and scale; 0 for those of the model."""
+
+
 class Backend(Protocol):
     """Requests in, replies out, whichever process the engine is in. Safe from any thread."""
 
@@ -146,6 +158,11 @@ class Backend(Protocol):
 
     def embedding_width(self) -> int:
         """Numbers of a vector. It may have to wait for the engine."""
+        ...
+
+    def second_opening(self, adapters: Scales | None) -> SecondOpening:
+        """How another process opens the same model, to look inside it. An engine that cannot be looked into
+        is an error. `adapters` are by name."""
         ...
 
     def close(self) -> None: ...
@@ -190,6 +207,7 @@ class LocalBackend:
         self.exact = exact
         self.events = EventHub()
         self._own_model = own_model
+        self._rope = (context.get("rope_freq_base", 0.0), context.get("rope_freq_scale", 0.0))
         self.adapters = AdapterTable(getattr(model, "adapter", None), names=adapter_names, default=adapters)
         budget = _bytes("cache", _default_budget() if cache is None else cache)
         if store is not None and not budget:
@@ -309,6 +327,15 @@ class LocalBackend:
 
     def embedding_width(self) -> int:
         return self.embeddings.width
+
+    def second_opening(self, adapters: Scales | None) -> SecondOpening:
+        path = getattr(self.model, "path", None)
+        if path is None or not hasattr(self.model, "trace"):
+            raise InvalidInputError(
+                "this model cannot be looked into: its engine does not tell what layers compute; models on "
+                "llama.cpp (GGUF files) can"
+            )
+        return SecondOpening(path=str(path), adapters=self.adapters.files(adapters), rope=self._rope)
 
     def close(self) -> None:
         """End what is running as cancelled, and give everything back."""

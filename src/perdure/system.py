@@ -413,6 +413,15 @@ def die_with_parent() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
+def yield_to_others() -> None:
+    """Have this process get a core after those that started it, and be the first to go where memory runs
+    out."""
+    with contextlib.suppress(AttributeError, OSError):
+        os.nice(10)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
 def leave_no_core() -> None:
     """Have no image of this process written when it crashes: gigabytes, with all that was said in them."""
     with contextlib.suppress(ImportError, OSError, ValueError):

@@ -7,13 +7,19 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import perdure
-from perdure import ContextOverflow, Model
+from perdure import ContextOverflow, Model, OutOfMemoryError, Runtime, system
+from perdure.backend import LocalBackend
+from perdure.cache.tiers.places import DirectoryPlace
+from perdure.cache.tiers.shared import SharedTier
 from perdure.cli import main
-from perdure.inspection.analysis import analyse
+from perdure.inspection.analysis import ReplyFigures, analyse, check_memory, examine, needed_bytes
 from perdure.inspection.page import page_of
+from perdure.models import read_parts
+from perdure.models.fit import Sizes
 
 ZooPath = Callable[[str], Path]
 HOSTILE = "</script><img src=x onerror=alert(1)> <!--DATA--> & \u2028 'q\" text"
@@ -42,6 +48,8 @@ def test_experts_are_on_the_page_and_what_is_missing_is_said(zoo_path: ZooPath) 
     assert "<h2>Experts" in analysed(zoo_path("qwen3moe"), "a text")
     page = analysed(zoo_path("mamba"), "a text")
     assert "No keys and values" in page
+    assert "No attention" in page
+    assert "<h2>Attention" not in page
     page = analysed(zoo_path("gemma3"), "a text that is longer than the window of this model " * 6)
     assert "<h2>Keys and values" in page
     assert re.search(r"Keys and values from token \d+ on: a window has no earlier ones", page)
@@ -65,6 +73,67 @@ def test_the_page_tells_the_time_of_each_tier(zoo_path: ZooPath, tmp_path: Path)
         assert re.search(r"disk</text>.*?\d+ tokens in \d+\.\d{4} s", page(rt, model, text))
 
 
+def test_the_page_tells_the_time_of_state_that_other_machines_share(
+    zoo_path: ZooPath, tmp_path: Path
+) -> None:
+    """Computed and stored by one runtime, read out of the place that both share by the next."""
+    path, text = zoo_path("llama"), "a text whose state is in a folder of several machines " * 4
+    tokens = Model(path).tokenize(text)
+    for name in ("first", "second"):
+        tier = SharedTier(DirectoryPlace(tmp_path), key=b"k" * 32, identity=b"i", budget=1 << 30)
+        model = Model(path)
+        backend = LocalBackend(model, n_ctx=512, slots=1, threads=1, tiers=[tier], own_model=True)
+        with Runtime(backend) as rt:
+            page = page_of(analyse(rt, model, tokens, title=name, max_tokens=1))
+            rt.cache.sleep(tokens)
+    assert re.search(r"shared</text>.*?\d+ tokens in \d+\.\d{4} s", page)
+
+
+def test_a_long_text_is_traced_at_its_end_and_says_so(zoo_path: ZooPath) -> None:
+    """The weights of the last tokens are those of a trace of all of them."""
+    model = Model(zoo_path("llama"))
+    tokens = [(7 * at) % 60 + 1 for at in range(500)]
+    found = examine(model, tokens, prompt=490, title="t", figures=ReplyFigures(), threads=1)
+    assert found.trace is not None
+    assert found.trace.attention is not None
+    assert found.trace.attention.shape == (3, 4, 384, 500)
+    assert "Attention, layers and experts of the last 384 tokens." in found.notes
+    with model.context(n_ctx=512, threads=1) as ctx:
+        ctx.decode(tokens)
+        whole = ctx.trace(what=("hidden", "attention"))
+    assert whole.attention is not None
+    assert whole.hidden is not None
+    assert found.trace.hidden is not None
+    np.testing.assert_allclose(found.trace.attention, whole.attention[:, :, 116:], atol=1e-3)
+    np.testing.assert_allclose(found.trace.hidden, whole.hidden[:, 116:], atol=2e-2)
+
+
+def test_what_does_not_fit_into_memory_is_refused_before_anything_is_loaded(
+    zoo_path: ZooPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = Sizes.of(read_parts(zoo_path("llama")))
+    check_memory(sizes, 100)
+    assert needed_bytes(sizes, 4000) > needed_bytes(sizes, 100) > sizes.weights
+    monkeypatch.setattr(system, "available_memory", lambda: 100 << 20)
+    with pytest.raises(OutOfMemoryError, match=r"\d+ MiB, since .* 100 MiB are free"):
+        check_memory(sizes, 100)
+
+
+def test_a_turn_tells_what_its_reply_has_told(zoo_path: ZooPath, tmp_path: Path) -> None:
+    """Tokens and times by tier are those of the reply, also after a restart."""
+    path = zoo_path("llama")
+    with perdure.open(path, store=tmp_path, n_ctx=512, slots=1, threads=1) as rt:
+        rt.session("a").say("hello " * 40, max_tokens=4)
+    with perdure.open(path, store=tmp_path, n_ctx=512, slots=1, threads=1) as rt:
+        reply = rt.session("a").say("more", max_tokens=4)
+        told, kept = reply.raw, rt.session("a").history()[-1]
+        assert reply.reuse.tiers.keys() == reply.reuse.seconds.keys() == {"disk"}
+    one, other = ReplyFigures.of_reply(told), ReplyFigures.of_usage(kept.counts)
+    assert other.tiers == one.tiers
+    assert other.tier_seconds == pytest.approx(one.tier_seconds, abs=1e-5)
+    assert dict(other.seconds) == pytest.approx(dict(one.seconds), abs=2e-3)
+
+
 def test_a_hostile_text_stays_text(zoo_path: ZooPath) -> None:
     page = analysed(zoo_path("llama"), HOSTILE)
     assert "<img" not in page
@@ -75,9 +144,9 @@ def test_a_text_that_is_too_long_is_refused_before_anything_is_computed(zoo_path
     model = Model(zoo_path("llama"))
     with (
         perdure.open(model, n_ctx=512, slots=1, threads=1) as rt,
-        pytest.raises(ContextOverflow, match="at most 2048 tokens"),
+        pytest.raises(ContextOverflow, match="at most 4096 tokens"),
     ):
-        analyse(rt, model, [5] * 3000, title="long")
+        analyse(rt, model, [5] * 5000, title="long")
 
 
 def test_the_command_takes_a_prompt_or_a_session(

@@ -200,3 +200,17 @@ def test_a_processor_reads_what_its_step_computed(zoo_path: ZooPath, speculate: 
         traced = rt.generate(prompt, processors=[processor], **options)
     assert traced.tokens == plain.tokens
     assert texts == [[*prompt, *plain.tokens[:at]] for at in range(6)]
+
+
+def test_steps_that_are_traced_have_no_drafter_of_their_own(zoo_path: ZooPath) -> None:
+    """Both act on a core. n-grams and other models guess beside it, and may stay."""
+    with pytest.raises(InvalidInputError, match="a context with trace has no drafter of its own"):
+        perdure.open(zoo_path("qwen35-mtp"), n_ctx=64, trace="hidden", draft="mtp")
+    with pytest.raises(InvalidInputError, match="a context with trace has no drafter of its own"):
+        perdure.open(zoo_path("gemma4"), n_ctx=64, trace="hidden", draft=zoo_path("gemma4-assistant"))
+    with perdure.open(
+        zoo_path("llama"), n_ctx=256, slots=1, threads=1, trace="hidden", draft=zoo_path("llama")
+    ) as rt:
+        plain = rt.generate("a text", max_tokens=8, temperature=0)
+        guessed = rt.generate("a text", max_tokens=8, temperature=0, speculate=4)
+    assert guessed.tokens == plain.tokens

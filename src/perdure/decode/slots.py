@@ -80,6 +80,8 @@ class ReuseReport:
     """Where the state of a prompt came from: tokens by tier, tokens computed, and why not fewer."""
 
     tiers: Mapping[str, int] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
+    """How long each tier took, as far as state was read out of one. What a slot has takes none."""
     computed: int
     why: str
     pins: tuple[KeptPrefix, ...] = ()

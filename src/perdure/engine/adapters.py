@@ -221,6 +221,20 @@ class AdapterTable:
             chosen[adapter] = chosen.get(adapter, 0.0) + float(scale)
         return AdapterSet.of(chosen).activated(tokens)
 
+    def files(self, scales: Scales | None) -> dict[str, float]:
+        """The files, with their scales, of adapters that `scales` name; without any, of the default. Only
+        names are looked up: `scales` may be somebody's text."""
+        if scales is None:
+            return dict(self._default or {})
+        found = {}
+        for source, scale in scales.items():
+            name, layers = split_layers(str(source))
+            if name not in self._names:
+                raise ModelNotFoundError(f"there is no adapter {name!r} here any more")
+            check_scale(name, scale)
+            found[self._names[name] + ("@{}-{}".format(*layers) if layers else "")] = float(scale)
+        return found
+
     def _find(self, source: str) -> Adapter:
         name, layers = split_layers(source)
         file = self._names.get(name)

@@ -30,6 +30,7 @@ class Tracing(Protocol):
         parts: tuple[str, ...],
         layers: Sequence[int] | None,
         adapters: Mapping[Adapter, float],
+        start: int,
         /,
     ) -> Trace: ...
 
@@ -61,6 +62,8 @@ class Trace:
 
     tokens: tuple[int, ...]
     layers: tuple[int, ...]
+    start: int = 0
+    """The first token whose numbers are here; those before it were read too."""
     logits: Floats
     """Of the last token."""
     hidden: Floats | None = None
@@ -68,8 +71,9 @@ class Trace:
     ffn: Floats | None = None
     """What its feed-forward part adds, by (layer, token, number)."""
     attention: Floats | None = None
-    """Weights by (layer, head, token that looks, token that is looked at). They were computed without flash
-    attention, which never has them; the context's own numbers may differ in the last bits."""
+    """Weights by (layer, head, token that looks, token that is looked at): the former from `start` on, the
+    latter from the first on. They were computed without flash attention, which never has them; the context's
+    own numbers may differ in the last bits."""
     router: NDArray[np.int32] | None = None
     """The experts that each token went to, by (layer, token, choice); -1 in layers without experts."""
     experts: int = 0
@@ -81,7 +85,7 @@ class Trace:
         """The same of the last token alone, without attention."""
         found = {name: getattr(self, name) for name in ("hidden", "ffn", "router")}
         cut: dict[str, Any] = {name: None if each is None else each[:, -1:] for name, each in found.items()}
-        return dataclasses.replace(self, tokens=self.tokens[-1:], attention=None, **cut)
+        return dataclasses.replace(self, tokens=self.tokens[-1:], start=0, attention=None, **cut)
 
     def expert_counts(self) -> NDArray[np.int64]:
         """How many tokens went to each expert, by (layer, expert)."""

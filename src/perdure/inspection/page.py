@@ -17,6 +17,8 @@ from perdure.inspection.analysis import Analysis
 
 _SHOWN = 96
 """The last tokens of a text whose attention a page has: every head is in it."""
+_WEIGHTS = 16 << 20
+"""Attention weights that a page has, a byte each."""
 _WIDE = 920
 
 
@@ -35,7 +37,7 @@ def page_of(analysis: Analysis) -> str:
     page = importlib.resources.files("perdure.inspection").joinpath("page.html")
     template = page.read_text(encoding="utf-8")
     count = len(analysis.pieces)
-    about = f"{analysis.model} · {count} tokens, of which {count - analysis.prompt} were written now"
+    about = f"{analysis.model} · {count} tokens, of which {count - analysis.prompt} are the reply"
     parts = {
         "TITLE": html.escape(analysis.title),
         "ABOUT": html.escape(about),
@@ -221,12 +223,12 @@ def _attention(analysis: Analysis) -> str:
 
 def _times(analysis: Analysis) -> str:
     tiers = []
-    for name, count in analysis.tiers:
+    for name, count in analysis.figures.tiers:
         if count:
-            took = analysis.tier_seconds.get(name)
+            took = analysis.figures.tier_seconds.get(name)
             known = "" if took is None else f" in {took:.4f} s"
             tiers.append((name, float(count), f"{count} tokens{known}"))
-    seconds = [(name, value, f"{value:.3f} s") for name, value in analysis.seconds]
+    seconds = [(name, value, f"{value:.3f} s") for name, value in analysis.figures.seconds]
     return _bars(tiers) + _bars(seconds)
 
 
@@ -247,17 +249,19 @@ def _data(analysis: Analysis) -> dict[str, Any]:
     trace = analysis.trace
     if trace is None or trace.attention is None:
         return {}
-    first = max(0, len(analysis.pieces) - _SHOWN)
-    shown = trace.attention[:, :, first:, first:]
+    layers, heads_of_layer, rows, count = trace.attention.shape
+    size = min(_SHOWN, rows, math.isqrt(_WEIGHTS // (layers * heads_of_layer)))
+    first = count - size
+    shown = trace.attention[:, :, -size:, first:]
     # Their roots: most weights are small, and a byte has 255 steps.
     packed = np.round(255 * np.sqrt(np.clip(shown, 0, 1))).astype(np.uint8)
-    heads = trace.selected_heads(trace.attention.shape[0] * trace.attention.shape[1])
+    heads = trace.selected_heads(layers * heads_of_layer)
     place = {layer: at for at, layer in enumerate(trace.layers)}
     return {
         "tokens": list(analysis.pieces[first:]),
         "first": first,
-        "size": shown.shape[2],
-        "perLayer": trace.attention.shape[1],
+        "size": size,
+        "perLayer": heads_of_layer,
         "heads": [[each.name, place[each.layer], each.head, round(each.distance, 4)] for each in heads],
         "weights": base64.b64encode(packed.tobytes()).decode("ascii"),
     }

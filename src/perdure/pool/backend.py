@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 
+from perdure.backend import SecondOpening
 from perdure.cache.prefix_cache import PrefixCacheCalls
 from perdure.decode.embedding import EmbeddingFuture
 from perdure.decode.output_queue import OutputQueue
@@ -82,6 +83,9 @@ class PooledBackend:
 
     def embedding_width(self) -> int:
         return self._loaded().embedding_width()
+
+    def second_opening(self, adapters: Scales | None) -> SecondOpening:
+        return self._loaded().second_opening(adapters)
 
     def health(self) -> Health:
         if self._remote is not None:

@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from perdure.server.api import cache, events, machine, models, page, pulls, sessions, where
+from perdure.server.api import analysis, cache, events, machine, models, page, pulls, sessions, where
 from perdure.server.core import api_error
 from perdure.server.core.api_error import too_many_connections
 from perdure.server.core.app_state import AppState
@@ -40,6 +40,7 @@ _API = (
     models.router,
     sessions.router,
     sessions.memories,
+    analysis.router,
     cache.router,
     machine.router,
     machine.operation,

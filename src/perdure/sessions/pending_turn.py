@@ -130,7 +130,7 @@ class PendingTurn:
 
 
 def _usage(reply: ChatReply, model: str) -> dict[str, int | str]:
-    """What a turn says later of how its reply came about: tokens, by tier too, milliseconds, why not more was
+    """What a turn says later of how its reply came about: tokens and times, by tier too, why not more was
     reused, and by which model."""
     timings = reply.timings
     return {
@@ -139,6 +139,8 @@ def _usage(reply: ChatReply, model: str) -> dict[str, int | str]:
         "cached_tokens": reply.usage.cached_tokens,
         "reasoning_tokens": reply.usage.reasoning_tokens,
         **{f"{tier}_tokens": count for tier, count in reply.reuse.tiers.items()},
+        **{f"{tier}_us": round(1e6 * took) for tier, took in reply.reuse.seconds.items()},
+        "computed_us": round(1e6 * timings.prefill),
         "first_token_ms": round(1000 * (timings.queued + timings.prefill)),
         "decode_ms": round(1000 * timings.decode),
         "why": reply.reuse.why,

@@ -17,7 +17,7 @@ from typing import Any, Concatenate, Protocol, Unpack
 import numpy as np
 
 from perdure import system
-from perdure.backend import Backend, BackendKeywords
+from perdure.backend import Backend, BackendKeywords, SecondOpening
 from perdure.cache.block import Block
 from perdure.cache.cache_view import BlockInfo, PrefixRun, SlotState
 from perdure.cache.prefix_cache import CacheStats, PrefixCacheCalls
@@ -130,6 +130,9 @@ class BackendClient:
 
     def embedding_width(self) -> int:
         return self._ask("backend", Backend.embedding_width)
+
+    def second_opening(self, adapters: Scales | None) -> SecondOpening:
+        return self._ask("backend", Backend.second_opening, adapters)
 
     def _ask(
         self,

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +38,14 @@ _ROW = 8
 """What it takes to cut and write the row of a token, in tokens that are only read."""
 _WORTH_WAITING = 32
 """Tokens that another request must be about to compute before it pays to wait for it."""
+
+
+class Filled(NamedTuple):
+    """What was brought into a slot: tokens by tier, seconds by tier, and what went wrong."""
+
+    tiers: Mapping[str, int] = {}
+    seconds: Mapping[str, float] = {}
+    trouble: str = ""
 
 
 class SlotSwapper:
@@ -83,18 +92,13 @@ class SlotSwapper:
         self._checkpoints.on_path(slot.seq)
         return self._checkpoints.restorable_length(slot.seq, shared, self._context.length(slot.seq))
 
-    def fill(
-        self, placement: Placement, tokens: Ids, namespace: str, adapters: AdapterSet
-    ) -> tuple[Mapping[str, int], str]:
-        """Bring a prefix into its slot: how many tokens of it came from which tier, and what went wrong. What
-        follows there is computed with `adapters`."""
-        tiers, trouble = self._fill(placement, tokens, namespace, adapters)
+    def fill(self, placement: Placement, tokens: Ids, namespace: str, adapters: AdapterSet) -> Filled:
+        """Bring a prefix into its slot. What follows there is computed with `adapters`."""
+        filled = self._fill(placement, tokens, namespace, adapters)
         self._context.adapt(adapters, placement.seq)
-        return tiers, trouble
+        return filled
 
-    def _fill(
-        self, placement: Placement, tokens: Ids, namespace: str, adapters: AdapterSet
-    ) -> tuple[Mapping[str, int], str]:
+    def _fill(self, placement: Placement, tokens: Ids, namespace: str, adapters: AdapterSet) -> Filled:
         slot = self._slots[placement.seq]
         source = self._slots[placement.source] if isinstance(placement.source, int) else placement.source
         trouble = ""
@@ -108,26 +112,27 @@ class SlotSwapper:
                 if placement.length < self._context.length(slot.seq):
                     self.store(slot)
                 self._checkpoints.go_back(slot.seq, placement.length)
-                return {"slot": placement.length}, ""
+                return Filled({"slot": placement.length})
             self._swap_out(slot, source)
             slot.namespace = namespace
             self._context.adapt(adapters, slot.seq)
             if source is None:
-                return {}, ""
+                return Filled()
             if isinstance(source, Slot):
                 self._copy(source, slot, tokens[: placement.length])
                 slot.exact = source.exact
                 self._swap_slots.swapped_in(source, placement.length)
-                return {"slot": placement.length}, ""
-            tiers, trouble = self._swap_in(slot, source, tokens)
-            if tiers:
-                return tiers, trouble
+                return Filled({"slot": placement.length})
+            filled = self._swap_in(slot, source, tokens)
+            if filled.tiers:
+                return filled
+            trouble = filled.trouble
         except Exception as error:
             # What could not be moved, for whatever reason, is computed; the ledger says what is there.
             trouble = f"what was held could not be brought in place: {error}"
         self._checkpoints.forget(slot.seq)
         self._context.clear(slot.seq)
-        return {}, trouble
+        return Filled(trouble=trouble)
 
     def _copy(self, source: Slot, slot: Slot, tokens: Ids) -> None:
         """Make `slot`, which is empty, hold `tokens`, with which `source` begins."""
@@ -190,18 +195,18 @@ class SlotSwapper:
         if (events := self._blocks.events).on:
             events.emit(Swapped, "", direction, slot.seq, tokens, time.monotonic() - began)
 
-    def _swap_in(self, slot: Slot, hit: PrefixHit, tokens: Ids) -> tuple[Mapping[str, int], str]:
+    def _swap_in(self, slot: Slot, hit: PrefixHit, tokens: Ids) -> Filled:
         began = time.monotonic()
         prefix = self._blocks.load(hit)
         trouble = ""
         if prefix.length < hit.length:
             trouble = f"what was kept from token {prefix.length} on was damaged or is gone"
         if not prefix.length:
-            return {}, trouble
+            return Filled(trouble=trouble)
         self._context.assemble(tokens[: prefix.length], prefix.pieces, prefix.tail_state, slot.seq)
         self._checkpoints.swapped_in(slot.seq, prefix)
         self._tell_swapped("in", slot, prefix.length, began)
-        return prefix.tiers, trouble
+        return Filled(prefix.tiers, prefix.seconds, trouble)
 
 
 class SlotCache:
@@ -316,7 +321,7 @@ class SlotCache:
         if anywhere < len(reusable):
             anywhere = max(anywhere, self.blocks.shared(reusable, namespace, hit, adapters))
         slot = self.table.all[choice.best.seq]
-        tiers, trouble = self._swapper.fill(choice.best, tokens, namespace, adapters)
+        tiers, seconds, trouble = self._swapper.fill(choice.best, tokens, namespace, adapters)
         self._checkpoints.thin_out()
         reused = sum(tiers.values())
         self.table.acquire(slot, namespace)
@@ -354,7 +359,9 @@ class SlotCache:
             for tier, count in tiers.items():
                 self.reused[tier] = self.reused.get(tier, 0) + count
             self.computed += len(tokens) + 1 - reused
-        report = ReuseReport(tiers=tiers, computed=len(tokens) + 1 - reused, why=why, pins=pinned)
+        report = ReuseReport(
+            tiers=tiers, seconds=seconds, computed=len(tokens) + 1 - reused, why=why, pins=pinned
+        )
         return SlotAssignment(slot.seq, reused, report)
 
     def keep(
@@ -415,9 +422,7 @@ class SlotCache:
             why = "all sequences are busy: it comes with the next request"
             return ReuseReport(computed=len(tokens), why=why)
         self.release(place.seq)
-        return ReuseReport(
-            tiers=place.report.tiers, computed=len(tokens) - place.cached, why=place.report.why
-        )
+        return replace(place.report, computed=len(tokens) - place.cached, pins=())
 
     def swap_out(self, tokens: Ids, namespace: str, adapters: AdapterSet | None = None) -> None:
         """Put the state of `tokens` into the tiers and let go of its sequence."""

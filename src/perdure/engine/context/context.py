@@ -193,25 +193,24 @@ class StateCalls(GuardedCore):
         *,
         layers: Sequence[int] | None = None,
         what: str | Sequence[str] = ("hidden",),
+        start: int = 0,
         stop: int | None = None,
     ) -> Trace:
-        """What layers compute for the tokens of `seq`, or for the first `stop` of them: any of `hidden`,
-        `attention`, `ffn` and `router`.
-
-        The tokens are computed again, in a context of their own that is given back afterwards: nothing here
-        changes or becomes slower. For `attention` that is done without flash attention. Keys and values
-        are f16 there.
-        """
+        """What layers compute for the tokens of `seq`, or for those from `start` on and before `stop`: any of
+        `hidden`, `attention`, `ffn` and `router`. They are computed again, in a context of their own that is
+        given back afterwards: nothing here changes or becomes slower. For `attention` that is done without
+        flash attention. Keys and values are f16 there."""
         parts = checked_parts(what)
         with self._turn(seq):
             tokens = self._held(seq)
             tokens = tokens[: len(tokens) if stop is None else check_whole("stop", stop, 1, len(tokens))]
+            check_whole("start", start, 0, max(0, len(tokens) - 1))
             adapters = self._sets[seq]
         if self._tracer is None:
             raise InvalidInputError("this engine has no layers that could be traced")
         if adapters.before is not None:
             raise InvalidInputError("a sequence whose adapters change on the way cannot be traced")
-        return self._tracer(tokens, parts, layers, dict(adapters.at(math.inf).scales))
+        return self._tracer(tokens, parts, layers, dict(adapters.at(math.inf).scales), start)
 
     def step_trace(self, row: int = -1, seq: int | None = None) -> Trace:
         """What layers computed for a row of the last native step, in that step, where the context was opened

@@ -466,7 +466,7 @@ class Model(FileModel):
     ) -> Trace:
         """What layers compute for `tokens`, as `Context.trace` tells it of a sequence."""
         ids = token_array(tokens, self.n_vocab)
-        return self._trace(ids, checked_parts(what), layers, {}, threads, 0.0, 0.0)
+        return self._trace(ids, checked_parts(what), layers, {}, 0, threads, 0.0, 0.0)
 
     def _trace(
         self,
@@ -474,6 +474,7 @@ class Model(FileModel):
         parts: tuple[str, ...],
         layers: Sequence[int] | None,
         adapters: Mapping[Adapter, float],
+        start: int,
         threads: int | None,
         rope_freq_base: float,
         rope_freq_scale: float,
@@ -482,7 +483,8 @@ class Model(FileModel):
         weights, lib = self._open(), library.load()
         chosen = checked_layers(layers, int(lib.llama_model_n_layer(weights.handle)))
         heads = int(lib.llama_model_n_head(weights.handle))
-        check_size(parts, len(chosen), len(tokens), heads, int(lib.llama_model_n_embd(weights.handle)))
+        width = int(lib.llama_model_n_embd(weights.handle))
+        check_size(parts, len(chosen), len(tokens), len(tokens) - start, heads, width)
         flash = "attention" not in parts
 
         def open_core(callback: Any, chunk: int) -> LlamaCore:
@@ -498,7 +500,16 @@ class Model(FileModel):
                 raise EngineError("the engine refused the adapters of this sequence")
             return core
 
-        return traced(tokens, parts, chosen, open_core, heads=heads, experts=weights.experts, flash=flash)
+        return traced(
+            tokens,
+            parts,
+            chosen,
+            open_core,
+            start=start,
+            heads=heads,
+            experts=weights.experts,
+            flash=flash,
+        )
 
     def embedder(
         self,

@@ -140,6 +140,8 @@ class ServerLife:
     """The threads that read what prompts begin with, or have read it, by model."""
     puller: Puller = field(default_factory=Puller)
     """What the operator has it fetch."""
+    analysis: Cancellable | None = None
+    """The one that is being made: no second one is begun meanwhile."""
     not_kept: int = 0
     """Turns that the store refused, since the server started."""
 

@@ -136,6 +136,8 @@ class ReuseAnswer(ResponseSchema):
     """Where the state of a prompt came from: tokens by tier, tokens computed, and why not fewer."""
 
     tiers: dict[str, int]
+    seconds: dict[str, float]
+    """How long it took to read state out of each tier."""
     computed: int
     why: str
 

@@ -7,7 +7,7 @@ what its feed-forward part gives, `kq_soft_max-3` its attention weights, `ffn_mo
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,12 +47,14 @@ class Tracer:
                     self._wanted[f"{name}-{layer}".encode()] = (part, layer)
         self.found: dict[tuple[str, int], list[NDArray[Any]]] = {}
         self.problem = ""
+        self.is_on = True
+        """Whether what is computed now is wanted."""
         self.callback = EvalCallback(self)
 
     def __call__(self, address: int, ask: bool, _: object) -> bool:
         try:
             node = GraphTensor.from_address(address)
-            key = self._wanted.get(node.name)
+            key = self._wanted.get(node.name) if self.is_on else None
             if key is None:
                 return not ask
             if not ask:
@@ -75,11 +77,11 @@ class Tracer:
         return np.ndarray(shape, kind, raw, 0, strides).copy()
 
 
-def check_size(parts: Sequence[str], layers: int, tokens: int, heads: int, width: int) -> None:
-    """Refuse a trace that would fill the memory."""
-    needed = 4 * layers * tokens * width * sum(part in parts for part in ("hidden", "ffn"))
+def check_size(parts: Sequence[str], layers: int, tokens: int, rows: int, heads: int, width: int) -> None:
+    """Refuse a trace of `rows` of the tokens that would fill the memory."""
+    needed = 4 * layers * rows * width * sum(part in parts for part in ("hidden", "ffn"))
     if "attention" in parts:
-        needed += 4 * layers * heads * tokens * tokens
+        needed += 4 * layers * heads * rows * tokens
     if needed > MOST_BYTES:
         raise InvalidInputError(
             f"this trace would take {needed / 2**30:.1f} GiB, and {MOST_BYTES >> 30} are the most: ask for "
@@ -93,31 +95,34 @@ def traced(
     layers: tuple[int, ...],
     open_core: Callable[[Any, int], Any],
     *,
+    start: int,
     heads: int,
     experts: int,
     flash: bool,
 ) -> Trace:
-    """Read `tokens` in a context of their own, which `open_core` opens with a callback for so many tokens."""
+    """Read `tokens` in a context of their own, which `open_core` opens with a callback for so many tokens.
+    Those from `start` on are looked at."""
     tracer = Tracer(parts, layers)
     core = open_core(tracer.callback, _CHUNK)
     try:
         batch = Batch(_CHUNK)
-        for at in range(0, len(tokens), _CHUNK):
-            part = tokens[at : at + _CHUNK]
+        for at, part in _chunks(tokens, start):
+            tracer.is_on = at >= start
             # All rows: else the last layer computes nothing for the others.
             batch.fill([BatchPart(0, at, part, np.ones(len(part), np.int8))])
             if (outcome := core.decode(batch)) is not Outcome.DONE:
                 raise EngineError(f"the pass that was to be traced failed: {outcome.value}")
         core.synchronize()
-        logits = core.row(len(tokens) - 1 - (len(tokens) - 1) // _CHUNK * _CHUNK).copy()
+        logits = core.row(len(part) - 1).copy()
     finally:
         core.close()
     if tracer.problem:
         raise EngineError(f"the pass could not be traced: {tracer.problem}")
-    found = {part: _joined(part, tracer, layers, len(tokens), heads) for part in parts}
+    found = {name: _joined(name, tracer, layers, len(tokens), start, heads) for name in parts}
     return Trace(
         tokens=tuple(tokens.tolist()),
         layers=layers,
+        start=start,
         logits=logits,
         experts=experts,
         flash=flash,
@@ -125,26 +130,35 @@ def traced(
     )
 
 
-def _joined(part: str, tracer: Tracer, layers: Sequence[int], count: int, heads: int) -> Any:
+def _chunks(tokens: NDArray[np.int32], start: int) -> Iterator[tuple[int, NDArray[np.int32]]]:
+    """Steps, none of which goes past `start` and on."""
+    for first, end in ((0, start), (start, len(tokens))):
+        for at in range(first, end, _CHUNK):
+            yield at, tokens[at : min(at + _CHUNK, end)]
+
+
+def _joined(part: str, tracer: Tracer, layers: Sequence[int], count: int, start: int, heads: int) -> Any:
     """The steps of each layer as one array; None where no layer has this part."""
     by_layer = [tracer.found.get((part, layer)) for layer in layers]
     known = next((each for each in by_layer if each), None)
     if known is None:
         return None
     if part == "attention":
-        whole = np.zeros((len(layers), heads, count, count), np.float32)
+        whole = np.zeros((len(layers), heads, count - start, count), np.float32)
         for at, steps in enumerate(by_layer):
-            start = 0
+            first = start
             for step in steps or ():
                 # (stream, head, token that looks, cell): cells lie in the order of their tokens.
                 rows = step[0]
-                end = start + rows.shape[1]
-                whole[at, :, start:end, :end] = rows[:, :, :end]
-                start = end
+                end = first + rows.shape[1]
+                whole[at, :, first - start : end - start, :end] = rows[:, :, :end]
+                first = end
         return whole
     width = known[0].shape[-1]
     empty = (
-        np.full((count, width), -1, np.int32) if part == "router" else np.zeros((count, width), np.float32)
+        np.full((count - start, width), -1, np.int32)
+        if part == "router"
+        else np.zeros((count - start, width), np.float32)
     )
     return np.stack(
         [
