@@ -25,6 +25,7 @@ MAX_SAMPLES = 1024
 SEED_LIMIT = 2**32 - 1
 """Seeds lie below this: the engine takes the largest for "choose one"."""
 
+_BREAKERS = ("\n", ":", '"', "*")
 Priority = Literal["interactive", "background"]
 LOOP_GUARD = 1024
 """Tokens of one phrase after which a reply is taken for endless: few texts that were asked for are so."""
@@ -101,7 +102,7 @@ class Sampling:
     dry_allowed_length: int = option(2, low=1, help="DRY: tokens that a phrase may repeat for free")
     dry_last_n: int = option(-1, low=-1, help="DRY: how many of the last tokens count; -1: all")
     dry_breakers: tuple[str, ...] = option(
-        ("\n", ":", '"', "*"), help="DRY: texts that end a phrase", items=16, characters=1024
+        _BREAKERS, help="DRY: texts that end a phrase", items=16, characters=1024
     )
     xtc_probability: float = option(
         0.0,
@@ -134,7 +135,9 @@ class Sampling:
             raise SamplingError(str(error)) from None
         if 0 < self.temperature < _COLDEST:
             raise SamplingError(f"temperature is 0 or at least {_COLDEST:g}, got {self.temperature!r}")
-        if not isinstance(self.dry_breakers, tuple) or not all(map(_is_breaker, self.dry_breakers)):
+        if self.dry_breakers is not _BREAKERS and not (
+            isinstance(self.dry_breakers, tuple) and all(map(_is_breaker, self.dry_breakers))
+        ):
             raise SamplingError("dry_breakers are a tuple of texts, none of them empty")
         for token, bias in self.logit_bias.items():
             if not is_whole(token):

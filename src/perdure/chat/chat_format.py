@@ -22,13 +22,13 @@ from perdure.chat.parsing.learned import CallForm, learn
 from perdure.chat.parsing.reply_parser import ReplyParser
 from perdure.chat.plans import ContextWindow, Exchange, ExchangePlan
 from perdure.chat.prompt_builder import Prompt, PromptBuilder
-from perdure.chat.reply import ChatDelta, ChatReply, ReplyReader
+from perdure.chat.reply import ChatDelta, ChatReply, ReplyReader, SeveralReaders, argument_problems
 from perdure.chat.settling import Settler
 from perdure.chat.side_requests import side_request
 from perdure.chat.template.template import Rendering, Template
 from perdure.chat.transcript import ChatTokenizer, Transcript
 from perdure.config import ReasoningMode
-from perdure.decode.request import Request, take_deadline
+from perdure.decode.request import Reply, Request, take_deadline
 from perdure.decode.stream import Stream, StreamPlan
 from perdure.errors import ContextOverflow, InvalidInputError
 
@@ -224,7 +224,7 @@ class ChatFormat:
         # The prompt has all tools, whichever may be called: it is then the same for every choice.
         tools, grammar = self._tools(options, settings)
         parsed = parse_messages(messages)
-        if "side" not in settings and side_request(parsed) is not None:
+        if "side" not in settings and known is None and side_request(parsed) is not None:
             settings["side"] = True
         prompt, dropped = self._fitting(parsed, options, settings, namespace, known, before)
         # Its own limits are checked before anything is queued.
@@ -275,21 +275,27 @@ class ChatFormat:
             replies = yield from plans.samples_in_turn(request, readers, sample)
         else:
             request = self._reasoned(request, prompt, is_call=is_call)
-            replies = yield from plans.samples_together(request, readers)
+            replies = yield request, readers[0] if len(readers) == 1 else SeveralReaders(readers)
+            for reader, raw in zip(readers, replies, strict=True):
+                reader.finish(raw)
         exchanges = []
         for reader, raw in zip(readers, replies, strict=True):
-            reply = reader.reply(raw, tools=tools, dropped=dropped)
-            whole = self._transcript(prompt, reply)
+            message = reader.message
+            whole = self._transcript(prompt, raw)
             # Hidden reasoning is remembered all the same: templates show it while the model works with tools.
-            self._builder.remember(prompt, whole, parsed, reply.message, namespace)
-            message = replace(reply.message, reasoning=None) if options.reasoning == "hide" else reply.message
-            reply = replace(
-                reply,
+            self._builder.remember(prompt, whole, parsed, message, namespace)
+            if options.reasoning == "hide":
+                message = replace(message, reasoning=None)
+            reply = ChatReply(
                 message=message,
-                prefill=prompt.prefill,
+                raw=reader.counted(raw),
+                dropped=dropped,
+                shifted=reader.shifted,
+                problems=argument_problems(message.tool_calls, tools) if message.tool_calls else (),
                 notes=prompt.notes,
                 difference=prompt.difference,
                 expected=prompt.expected,
+                prefill=prompt.prefill,
             )
             exchanges.append(Exchange(prompt, whole, reply))
         if not request.side and prompt.prefill is None:
@@ -316,30 +322,21 @@ class ChatFormat:
         self, options: ChatOptions, prompt: Prompt, tools: Sequence[Tool], call_ids: str
     ) -> ReplyParser:
         mode: ReasoningMode = "capture" if options.reasoning == "hide" else options.reasoning
-        makes_calls = options.tool_choice != "none"
-        if prompt.prefill is not None:
-            return ReplyParser(
-                self.family,
-                reasoning=mode,
-                tools=tools,
-                thinking=prompt.thinking,
-                goes_on=True,
-                makes_calls=makes_calls,
-                call_ids=call_ids,
-            )
-        return ReplyParser.after(
+        return ReplyParser(
             self.family,
-            prompt.transcript.text,
             reasoning=mode,
             tools=tools,
-            makes_calls=makes_calls,
+            thinking=prompt.thinking,
+            goes_on=prompt.prefill is not None,
+            makes_calls=options.tool_choice != "none",
             call_ids=call_ids,
+            prompt=prompt.transcript.text if prompt.prefill is None else "",
         )
 
-    def _transcript(self, prompt: Prompt, reply: ChatReply) -> Transcript:
+    def _transcript(self, prompt: Prompt, reply: Reply) -> Transcript:
         """A prompt with the reply to it."""
-        end = () if reply.raw.end is None else (reply.raw.end,)
-        return prompt.transcript + self.tokenizer.decode([*reply.raw.tokens, *end])
+        end = () if reply.end is None else (reply.end,)
+        return prompt.transcript + self.tokenizer.decode([*reply.tokens, *end])
 
     # Submitting.
 

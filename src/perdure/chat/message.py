@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, cast
 
 from perdure.errors import InvalidInputError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _PLAIN_ROLES = ("system", "user", "assistant")
+_SHORT = 1024
+"""Characters of a message that is remembered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,9 +175,15 @@ def _simple(value: object) -> Message | None:
     """A message that is a role and a text, as almost all are: whole histories come again and again."""
     if type(value) is dict and len(value) == 2:
         role, content = value.get("role"), value.get("content")
-        if type(content) is str and content.isascii() and role in _PLAIN_ROLES:
-            return Message(role=role, content=content)
+        if type(content) is str and type(role) is str and role in _PLAIN_ROLES and content.isascii():
+            return _plain(role, content) if len(content) <= _SHORT else Message(role=role, content=content)
     return None
+
+
+@lru_cache(maxsize=4096)
+def _plain(role: str, content: str) -> Message:
+    """A message that came before is the same object, which tuples of messages compare at once."""
+    return Message(role=role, content=content)
 
 
 def _content(value: object, where: str) -> str | None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from operator import attrgetter, eq
 from typing import Any, TypedDict, Unpack
 
 from perdure.chat.message import Message, Tool, ToolCall
@@ -57,9 +58,12 @@ class MessageNormaliser:
         self._template = template
         self._writer = writer
         self._guard = guard
+        self._capabilities: dict[bool, Capabilities] = {}
 
     def capabilities(self, *, with_tools: bool) -> Capabilities:
-        return capabilities(self._template, with_tools=with_tools)
+        if (shown := self._capabilities.get(with_tools)) is None:
+            shown = self._capabilities[with_tools] = capabilities(self._template, with_tools=with_tools)
+        return shown
 
     def normalise(
         self,
@@ -70,6 +74,8 @@ class MessageNormaliser:
         now: datetime | None = None,
     ) -> Normalised:
         shown = self.capabilities(with_tools=bool(tools))
+        if not tools and keep_reasoning is None and _is_plain(messages, shown):
+            return Normalised(tuple(messages), (), {}, ())
         work = _Normalising(shown, self._writer, self._guard)
         said = work.leading(messages)
         said = work.with_calls(said)
@@ -323,6 +329,21 @@ class _Normalising:
         if keep and not self.shown.keeps_reasoning and any(each.reasoning for each in messages):
             self.note("reasoning of earlier turns: the template has no switch that keeps it")
         return {}
+
+
+def _is_plain(messages: Sequence[Message], shown: Capabilities) -> bool:
+    """Whether messages stay as they are: at most one of the system, at the start, then the user and the
+    assistant in turn, without calls. Almost all are so, and whole histories come again and again."""
+    roles = list(map(attrgetter("role"), messages))
+    start = roles[:1] == ["system"]
+    return (
+        shown.tools in ("tools", "with system", "none", "xml_tools")
+        and (not start or shown.system)
+        and set(roles[start:]) <= {"user", "assistant"}
+        and not any(map(eq, roles, roles[1:]))
+        and not any(map(attrgetter("tool_calls"), messages))
+        and (shown.reasoning != "part" or not any(map(attrgetter("reasoning"), messages)))
+    )
 
 
 def _normalised(message: Message, **form: Unpack[_Form]) -> NormalisedMessage:

@@ -20,7 +20,7 @@ from perdure.chat.message import Message
 from perdure.chat.prompt_builder import Prompt
 from perdure.chat.reply import ChatDelta, ChatReply, ReplyReader
 from perdure.chat.transcript import Transcript
-from perdure.decode.request import Delta, Reply, Request
+from perdure.decode.request import Reply, Request
 from perdure.decode.stream import DeltaReader
 from perdure.errors import ContextOverflow, SessionError
 
@@ -54,30 +54,6 @@ def once(request: Request, reader: ReplyReader) -> ReplyPlan:
         return reader.so_far(reply)
     reader.finish(reply)
     return reply
-
-
-class _SeveralReaders:
-    """Reads the samples of one request."""
-
-    spent = may_interrupt = False
-    is_last = True
-
-    def __init__(self, readers: Sequence[ReplyReader]) -> None:
-        self._readers = readers
-        self.waits = readers[0].waits
-
-    def read(self, delta: Delta) -> list[ChatDelta]:
-        return self._readers[delta.index].read(delta)
-
-
-def samples_together(
-    request: Request, readers: Sequence[ReplyReader]
-) -> Generator[tuple[Request, DeltaReader[ChatDelta]], list[Reply], list[Reply]]:
-    """All samples in one request."""
-    replies = yield request, readers[0] if len(readers) == 1 else _SeveralReaders(readers)
-    for reader, reply in zip(readers, replies, strict=True):
-        reader.finish(reply)
-    return replies
 
 
 def samples_in_turn(

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -18,7 +19,7 @@ from perdure.chat.difference import Difference, PastPrompt, PastPrompts, first_d
 from perdure.chat.message import Message, Tool, ToolCall
 from perdure.chat.normaliser import MessageNormaliser, Normalised
 from perdure.chat.options import ChatOptions
-from perdure.chat.parsing.family import Family
+from perdure.chat.parsing.family import Family, Markers
 from perdure.chat.reply import Prefill
 from perdure.chat.template.template import Guard, Rendering, RenderingCache, Template, TemplateRenderer
 from perdure.chat.transcript import ChatTokenizer, Transcript, TranscriptCache, shared_length
@@ -87,6 +88,12 @@ class PromptBuilder:
         self._past = PastPrompts()
         self._needs_checkpoint = backend.model.memory.needs_checkpoint
 
+    @cached_property
+    def _markers(self) -> Markers | None:
+        """The markers of reasoning, where they are marks of the model."""
+        markers = self._family.reasoning
+        return markers if markers is not None and markers.close in self._tokenizer.marks.values() else None
+
     def prompt(
         self,
         messages: Sequence[Message],
@@ -108,7 +115,8 @@ class PromptBuilder:
             options = replace(options, tools=tools)
             moved = (*about_text, *about_tools)
         messages = self._reasoning_cache.put_back(messages, namespace)
-        messages = tuple(map(self._with_reasoning_apart, messages))
+        if self._markers is not None:
+            messages = tuple(map(self._with_reasoning_apart, messages))
         prefill = Prefill.of(messages, self._family) if options.continue_final_message else None
         normalised = self._normalised(messages, options)
         if before is None and known is None:
@@ -129,7 +137,10 @@ class PromptBuilder:
         if rendering is not None and known is None:
             self._rendering_cache.store(rendering, namespace, instead_of=before)
         transcript = self._transcript(text, namespace, known)
-        thinking = self._family.opens_reasoning(text) if prefill is None else prefill.part == "reasoning"
+        if prefill is not None:
+            thinking = prefill.part == "reasoning"
+        else:
+            thinking = self._family.reasoning is not None and self._family.opens_reasoning(text)
         needs_checkpoint = self._needs_checkpoint and prefill is None and options.opens_reply
         pins = self._pins(messages, options, transcript)
         departures = self._departures(messages, options, transcript, rendering) if needs_checkpoint else ()
@@ -204,7 +215,9 @@ class PromptBuilder:
         normalised = self._normaliser.normalise(
             messages, options.tools, keep_reasoning=options.keep_reasoning, now=options.now
         )
-        return replace(normalised, variables={**normalised.variables, **(options.variables or {})})
+        if not options.variables:
+            return normalised
+        return replace(normalised, variables={**normalised.variables, **options.variables})
 
     def _whole(self, normalised: Normalised, options: ChatOptions, *, reply_follows: bool) -> str:
         return self._renderer.whole(
@@ -249,15 +262,10 @@ class PromptBuilder:
     def _with_reasoning_apart(self, message: Message) -> Message:
         """A client may send reasoning back within the text. Its marks are guarded there, so that the template
         would no longer find them."""
-        markers, content = self._family.reasoning, message.content
-        if (
-            markers is None
-            or message.role != "assistant"
-            or message.reasoning
-            or not content
-            or markers.close not in content
-            or markers.close not in self._tokenizer.marks.values()
-        ):
+        markers, content = self._markers, message.content
+        if not content or markers is None or markers.close not in content:
+            return message
+        if message.role != "assistant" or message.reasoning:
             return message
         reasoning, _, answer = content.rpartition(markers.close)
         reasoning = reasoning.rpartition(markers.open)[2].strip("\n")
@@ -349,6 +357,8 @@ class ReasoningCache:
 
     def put_back(self, messages: Sequence[Message], namespace: str) -> tuple[Message, ...]:
         """The messages, with the reasoning of calls that came without it."""
+        if not self._held:
+            return tuple(messages)
         found = []
         for index, message in enumerate(messages):
             if message.tool_calls and message.reasoning is None:

@@ -280,18 +280,37 @@ class ReplyReader:
             self._take([*self._parser.push(reply.text[self._characters :]), *self._parser.finish()])
             self._finished = True
 
-    def reply(self, raw: Reply, *, tools: Sequence[Tool], dropped: int) -> ChatReply:
-        """The finished reply. `raw` is all that was written, in whatever requests."""
-        message = gather(self._parts)
+    @property
+    def message(self) -> Message:
+        """The message that was read, reasoning included."""
+        return gather(self._parts)
+
+    def counted(self, raw: Reply) -> Reply:
+        """All that was written, in whatever requests, as this sample with its tokens of reasoning."""
+        if not self._reasoning_tokens and raw.index == self._index:
+            return raw
         usage = replace(raw.usage, reasoning_tokens=self._reasoning_tokens)
-        problems = [check_arguments(call, tools) for call in message.tool_calls]
-        return ChatReply(
-            message=message,
-            raw=replace(raw, index=self._index, usage=usage),
-            dropped=dropped,
-            shifted=self.shifted,
-            problems=tuple(problem for problem in problems if problem is not None),
-        )
+        return replace(raw, index=self._index, usage=usage)
+
+
+class SeveralReaders:
+    """Reads the samples of one request."""
+
+    spent = may_interrupt = False
+    is_last = True
+
+    def __init__(self, readers: Sequence[ReplyReader]) -> None:
+        self._readers = readers
+        self.waits = readers[0].waits
+
+    def read(self, delta: Delta) -> list[ChatDelta]:
+        return self._readers[delta.index].read(delta)
+
+
+def argument_problems(calls: Sequence[ToolCall], tools: Sequence[Tool]) -> tuple[str, ...]:
+    """What is wrong with the arguments of calls, by the schemas of their tools."""
+    problems = [check_arguments(call, tools) for call in calls]
+    return tuple(problem for problem in problems if problem is not None)
 
 
 # Prefill: the beginning of a reply that a caller wrote, which the model goes on from.

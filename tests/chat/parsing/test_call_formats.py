@@ -98,7 +98,7 @@ def test_any_arguments_are_read_back_as_they_were_written(name: str) -> None:
             for each in given_arguments
         ]
         text = writer.write(calls)
-        parser = ReplyParser.after(chosen, chosen.prompt_opener, tools=[TOOL])
+        parser = ReplyParser(chosen, prompt=chosen.prompt_opener, tools=[TOOL])
         ends = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
         parts = [part for start, end in pairwise(ends) for part in parser.push(text[start:end])]
         made = gather(parts + parser.finish())
@@ -118,7 +118,7 @@ def test_an_argument_is_given_out_before_the_next_is_written(name: str) -> None:
     given_arguments = {"text": "first", "words": ["one"], "from": "second"}
     call = ToolCall(id="abcdefgh1", name="do_it", arguments=json.dumps(given_arguments))
     written = chosen.calls.writer.write([call])
-    parser = ReplyParser.after(chosen, chosen.prompt_opener, tools=[TOOL])
+    parser = ReplyParser(chosen, prompt=chosen.prompt_opener, tools=[TOOL])
     so_far = "".join(part.text for part in parser.push(written[: written.index("second")]))
     # An id may stand behind the arguments of these, which wait for it.
     waits = name in ("mistral", "mistral-thinking")

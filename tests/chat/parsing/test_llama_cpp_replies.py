@@ -57,7 +57,8 @@ def parser(case: dict[str, Any]) -> ReplyParser:
     except TemplateError:
         # Two of them need values that only their makers' programs give.
         prompt = ""
-    return ReplyParser.after(detect(chosen.source), prompt, tools=tools)
+    family = detect(chosen.source)
+    return ReplyParser(family, thinking=family.opens_reasoning(prompt), prompt=prompt, tools=tools)
 
 
 def said(case: dict[str, Any], pieces: Sequence[str]) -> tuple[str, str, list[tuple[str, Any]], list[str]]:

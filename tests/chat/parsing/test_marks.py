@@ -52,7 +52,7 @@ def test_no_mark_shows_wherever_it_is_cut_c8(path: Path) -> None:
             list(reply),
             *([reply[:at], reply[at:]] for at in range(1, len(reply))),
         ):
-            parser = ReplyParser.after(family, begun, tools=TOOLS)
+            parser = ReplyParser(family, thinking=family.opens_reasoning(begun), prompt=begun, tools=TOOLS)
             parts = [part for piece in pieces for part in parser.push(piece)] + parser.finish()
             whole.add(shown(parts))
         [(text, reasoning, called)] = whole

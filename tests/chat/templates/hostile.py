@@ -35,6 +35,9 @@ HOSTILE = {
     "long list": "{{ [0] * 10 ** 10 }}",
     "doubled by tilde": GROW + "{% for a in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
     "doubled by plus": GROW + "{% for a in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "tripled by plus": GROW + "{% for a in range(60) %}{% set ns.x = ns.x + ns.x + ns.x %}{% endfor %}",
+    "tripled lists": GROW
+    + "{% set ns.x = [1] %}{% for a in range(60) %}{% set ns.x = ns.x + ns.x + ns.x %}{% endfor %}",
     "doubled lists": GROW
     + "{% set ns.x = [1] %}{% for a in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
     "doubled by join": GROW + "{% for a in range(60) %}{% set ns.x = [ns.x, ns.x] | join %}{% endfor %}",

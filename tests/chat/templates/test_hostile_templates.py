@@ -50,11 +50,11 @@ def test_a_refusal_leaves_the_next_rendering_alone() -> None:
     assert Template("{{ messages[0].content }}").render(MESSAGES) == "Hi"
 
 
-def test_without_their_limits_templates_would_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("grown", ["ns.x ~ ns.x", "ns.x + ns.x", "'' + ns.x + ns.x"])
+def test_without_their_limits_templates_would_go_on(grown: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checks have teeth: with limits far away, what was refused is rendered."""
-    source = (
-        "{% set ns = namespace(x='x') %}{% for a in range(23) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}ok"
-    )
+    source = f"{{% set ns = namespace(x='x') %}}{{% for a in range(23) %}}{{% set ns.x = {grown} %}}"
+    source += "{% endfor %}ok"
     with pytest.raises(TemplateError, match=r"makes a value of \d+ characters"):
         Template(source).render(MESSAGES)
     monkeypatch.setattr(limits, "_LARGEST", 1 << 30)

@@ -8,10 +8,9 @@ its model belongs to the family. `chat/formats` has one file a family.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
 from perdure.chat.message import Tool
@@ -89,8 +88,15 @@ class Family:
     """What stands between reasoning and the rest, for models that write these as messages of their own."""
     answer_open: str = ""
     """What an answer begins with."""
+    calls_stand_apart: bool = field(init=False, repr=False, compare=False)
+    """Whether what opens a call opens nothing else, such as reasoning or a message to the user."""
+    scanner: MarkerScanner = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        openers = self.calls.openers if self.calls is not None else ()
+        thinks_apart = self.reasoning is None or not self.reasoning.open.startswith(openers or "\0")
+        object.__setattr__(self, "calls_stand_apart", thinks_apart and not self.prompt_opener)
+        object.__setattr__(self, "scanner", _scanner(self))
         marks = sorted(self.scanner.meanings)
         for mark, following in zip(marks, [*marks[1:], ""], strict=False):
             if not mark or mark[0].isspace():
@@ -99,10 +105,6 @@ class Family:
                 raise InvalidInputError(
                     f"of the markers of {self.name}, {mark!r} is the beginning of {following!r}"
                 )
-
-    @property
-    def scanner(self) -> MarkerScanner:
-        return _scanner(self)
 
     @property
     def marks(self) -> frozenset[str]:
@@ -124,18 +126,10 @@ class Family:
         return calls.grammar(tools, parallel=parallel, control=control)
 
     @property
-    def calls_stand_apart(self) -> bool:
-        """Whether what opens a call opens nothing else, such as reasoning or a message to the user."""
-        openers = self.calls.openers if self.calls is not None else ()
-        thinks_apart = self.reasoning is None or not self.reasoning.open.startswith(openers or "\0")
-        return thinks_apart and not self.prompt_opener
-
-    @property
     def writer(self) -> CallWriter:
         return (self.calls if self.calls is not None else JSON).writer
 
 
-@functools.lru_cache(maxsize=64)
 def _scanner(family: Family) -> MarkerScanner:
     meanings: dict[str, Meaning] = dict.fromkeys(family.ends, "nothing")
     meanings |= dict.fromkeys(family.answers, "answer")

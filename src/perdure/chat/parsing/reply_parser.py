@@ -52,10 +52,12 @@ class ReplyParser:
         goes_on: bool = False,
         makes_calls: bool = True,
         call_ids: str = "",
+        prompt: str = "",
     ) -> None:
-        """`goes_on` says that the prompt ends within what the reply is to say. Without `makes_calls`, what
-        looks like a call is text. The ids of calls that the model does not name are made of `call_ids`, so
-        that a reply that is made again has the same; empty: they are drawn."""
+        """`prompt` is what the reply answers, or its end: it may have begun a call. `goes_on` says that the
+        prompt ends within what the reply is to say. Without `makes_calls`, what looks like a call is text.
+        The ids of calls that the model does not name are made of `call_ids`, so that a reply that is made
+        again has the same; empty: they are drawn."""
         check_one_of("reasoning", reasoning, get_args(ReasoningMode))
         self._scanner = family.scanner
         self._format = family.calls
@@ -89,33 +91,11 @@ class ReplyParser:
         opens_in_words = family.reasoning is not None and family.reasoning.opens_in_words
         if self.thinking and opens_in_words and family.reasoning is not None and not goes_on:
             self._say(family.reasoning.open)
-
-    @classmethod
-    def after(
-        cls,
-        family: Family,
-        prompt: str,
-        *,
-        reasoning: ReasoningMode = "capture",
-        tools: Sequence[Tool] = (),
-        makes_calls: bool = True,
-        call_ids: str = "",
-    ) -> ReplyParser:
-        """For the reply to a prompt, which may have begun its reasoning or a call."""
-        parser = cls(
-            family,
-            reasoning=reasoning,
-            tools=tools,
-            thinking=family.opens_reasoning(prompt),
-            makes_calls=makes_calls,
-            call_ids=call_ids,
-        )
         if family.prompt_opener and prompt.endswith(family.prompt_opener):
             assert family.calls is not None
-            parser._open(family.calls.openers[0])
+            self._open(family.calls.openers[0])
             # The prompt has it, so that it is never part of the reply's text.
-            parser._opener = ""
-        return parser
+            self._opener = ""
 
     def push(self, text: str) -> list[Part]:
         """The parts that `text` makes certain."""
@@ -309,7 +289,8 @@ def parse_reply(
     prompt: str = "",
 ) -> Message:
     """A whole reply as a message. `prompt` is what it answers, or its end."""
-    parser = ReplyParser.after(family, prompt, reasoning=reasoning, tools=tools)
+    thinking = family.opens_reasoning(prompt)
+    parser = ReplyParser(family, reasoning=reasoning, tools=tools, thinking=thinking, prompt=prompt)
     return gather([*parser.push(text), *parser.finish()])
 
 

@@ -27,6 +27,8 @@ _WIDE_FIELD = re.compile(r"[0-9]{4,}")
 _WIDE_PERCENT = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(?:[0-9]*\.)?(?:\*|[0-9]{4,})")
 _LARGEST_INDENT = 16
 _MOST_BITS = 4096
+_MOST_PARTS = 64
+"""Of a sum that is checked as one."""
 
 SizeEstimate = Callable[..., int]
 """Of what a template calls, with the arguments that it gives: those are the template's, so they are of any
@@ -158,6 +160,20 @@ class CheckInserter(NodeTransformer):
         self.generic_visit(node)
         return _filter(jinja2.nodes.Tuple(node.nodes, "load", lineno=node.lineno), "_joined")
 
+    def visit_Add(self, node: jinja2.nodes.Add) -> Node:  # noqa: N802
+        # A sum of several texts, as most messages are written, is checked once.
+        parts: list[Expr] = [node.right]
+        first = node.left
+        while isinstance(first, jinja2.nodes.Add) and len(parts) < _MOST_PARTS:
+            parts.append(first.right)
+            first = first.left
+        if len(parts) == 1 or isinstance(first, jinja2.nodes.Add):
+            self.generic_visit(node)
+            return node
+        every = jinja2.nodes.Tuple([first, *reversed(parts)], "load", lineno=node.lineno)
+        self.generic_visit(every)
+        return _filter(every, "_added")
+
     def visit_Getitem(self, node: jinja2.nodes.Getitem) -> Node:  # noqa: N802
         self.generic_visit(node)
         sliced = node.ctx == "load" and isinstance(node.arg, jinja2.nodes.Slice)
@@ -229,6 +245,17 @@ def _joined(context: Context, parts: tuple[Any, ...]) -> str:
 
 
 @pass_context
+def _added(context: Context, parts: tuple[Any, ...]) -> Any:
+    if set(map(type, parts)) == {str}:
+        limits_of(context).spend(sum(map(len, parts)))
+        return "".join(parts)
+    made = parts[0]
+    for part in parts[1:]:
+        made = context.environment.call_binop(context, "+", made, part)  # type: ignore[attr-defined]
+    return made
+
+
+@pass_context
 def _ticked(context: Context, value: Any) -> Any:
     limits_of(context).tick()
     return value
@@ -248,7 +275,13 @@ def finalized(context: Context, value: Any) -> str:
     return text
 
 
-CHECKS = {"_paced": _paced, "_joined": _joined, "_ticked": _ticked, "_weighed": _weighed}
+CHECKS = {
+    "_added": _added,
+    "_paced": _paced,
+    "_joined": _joined,
+    "_ticked": _ticked,
+    "_weighed": _weighed,
+}
 """The filters that they are, by the names under which they are put in."""
 
 

@@ -85,6 +85,8 @@ class Template:
         except Exception as error:
             # Deep nesting and the like fail in Jinja's or Python's own compiler.
             raise TemplateError(f"{name} does not compile: {_words(error)}") from None
+        # Jinja's own is a ChainMap, which every rendering would go through several times.
+        self._compiled.globals = dict(self._compiled.globals)
 
     @property
     def mark_texts(self) -> frozenset[str]:
