@@ -290,7 +290,7 @@ class Auth:
             await self._app(scope, receive, send)
             return
         secret = _secret(scope)
-        key = self._keys.find(secret)
+        key = self._keys.find(secret) if secret else None
         notes = scope["state"]["notes"]
         generates = scope["type"] == "websocket" or not (scope["method"] in _READING or path.endswith(_STOP))
         if (refused := await self._refused(path, secret, key, generates=generates)) is not None:

@@ -170,6 +170,11 @@ class ChatOptionsSchema(SamplingSchema):
     stream_options: StreamOptions | None = None
     perdure: SessionExtension | None = None
 
+    @property
+    def is_resumable(self) -> bool:
+        """Whether the reply goes on without its reader, who can come back."""
+        return bool(self.stream and self.perdure is not None and self.perdure.resumable)
+
 
 class ChatRequest(NamingFields, ChatOptionsSchema):
     model: str = ""

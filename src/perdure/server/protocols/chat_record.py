@@ -42,7 +42,7 @@ _ASK = "send the request again, or go on from the session's last turn"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatStream:
-    """A chat that is being answered, and the record by which another server can go on with its stream."""
+    """A resumable chat that is being answered, and the record by which another server can go on with it."""
 
     asked: ChatRequest
     request: ReplyRequest
@@ -59,12 +59,9 @@ class ChatStream:
 
 
 def submit(asked: ChatRequest, app_state: AppState, caller: Caller) -> ChatStream:
-    """Queue what is asked. A resumable stream is written down before anybody hears of its id. To read and to
-    render takes time: this is called in a thread."""
+    """Queue a resumable stream, which is written down before anybody hears of its id. To read and to render
+    takes time: this is called in a thread."""
     request = reply_request(asked, app_state, caller.notes)
-    if not (asked.stream and asked.perdure is not None and asked.perdure.resumable):
-        stream = request.submit(app_state, caller, asked)
-        return ChatStream(asked=asked, request=request, stream=stream, session=caller.session)
     name, created, date = new_id(ChatHead.prefix), int(time.time()), today()
     seed = request.options.get("seed")
     seed = draw_seed() if seed is None else seed
@@ -166,7 +163,7 @@ def _submit_turn(
     if request.place is None:
         options = without_session_options(options) or {}
     if standing == turns and (said := _said(session, request, app_state, caller)) is not None:
-        extra = replace(request.extra, idempotency_key=about["idempotency_key"])
+        extra = replace(request.extra or TurnExtra(), idempotency_key=about["idempotency_key"])
         try:
             return session.submit(said, extra=extra, **options), None
         except SessionNotFoundError:

@@ -18,7 +18,15 @@ from perdure.server.core.protocol import Protocol
 from perdure.server.core.schemas import streamed
 from perdure.server.core.visit import Visit
 from perdure.server.protocols import chat_record
-from perdure.server.protocols.chat import ChatAnswer, ChatHead, ChatOptionsSchema, ChatRequest, ChatWriter
+from perdure.server.protocols.chat import (
+    ChatAnswer,
+    ChatHead,
+    ChatOptionsSchema,
+    ChatRequest,
+    ChatWriter,
+    reply_request,
+)
+from perdure.sessions.fold import TurnStream
 
 router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
 
@@ -29,17 +37,28 @@ async def chat(
 ) -> ChatAnswer | Response:
     """A reply to a conversation, in OpenAI's shape."""
     app_state = await app_state.serving(asked.model, caller.visit, sign=bool(asked.stream))
-    made = await app_state.call(chat_record.submit, asked, app_state, caller)
+    made = None
+    if asked.is_resumable:
+        made = await app_state.call(chat_record.submit, asked, app_state, caller)
+        stream, messages = made.stream, made.request.messages
+    else:
+        stream, messages = await app_state.call(_submit, asked, app_state, caller)
     return await chat_answer(
-        made.stream,
+        stream,
         asked,
         request,
         app_state,
         caller,
-        session=made.session,
-        messages=made.request.messages,
+        session=caller.session,
+        messages=messages,
         made=made,
     )
+
+
+def _submit(asked: ChatRequest, app_state: AppState, caller: Caller) -> tuple[TurnStream, Sequence[Message]]:
+    """Queue what is asked. To read and to render takes time: this is called in a thread."""
+    request = reply_request(asked, app_state, caller.notes)
+    return request.submit(app_state, caller, asked), request.messages
 
 
 async def chat_answer(
@@ -64,7 +83,7 @@ async def chat_answer(
     )
     n: Any = getattr(asked, "n", None) or 1
     include_usage = bool(asked.stream_options and asked.stream_options.include_usage)
-    if asked.stream and asked.perdure is not None and asked.perdure.resumable:
+    if asked.is_resumable:
         visit = Visit()
         # Loaded for its request: it stays so when the client leaves.
         await app_state.serving(app_state.name, visit)
@@ -74,7 +93,7 @@ async def chat_answer(
             app_state,
             caller,
             visit,
-            timeout=asked.perdure.timeout,
+            timeout=asked.perdure.timeout if asked.perdure else None,
             session=session,
             messages=messages,
             record=made.record if made is not None else None,

@@ -53,6 +53,11 @@ _CLIENTS = (
 )
 
 
+NAMING_HEADERS = frozenset(client.session for client in (DYNAMO, *_CLIENTS))
+NAMING_FIELDS = frozenset(("nvext", "session_params", "prompt_cache_key"))
+"""A request with none of these names no conversation."""
+
+
 class SessionControl(RequestSchema):
     """Dynamo's hints about the state of a conversation."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import Field
@@ -18,7 +18,7 @@ from perdure.runtime import Runtime
 from perdure.server.core.api_error import ApiError
 from perdure.server.core.app_state import AppState, Caller
 from perdure.server.core.schemas import Name, ReplyExtension, RequestSchema
-from perdure.server.protocols.conversation_names import conversation_of
+from perdure.server.protocols.conversation_names import NAMING_FIELDS, NAMING_HEADERS, conversation_of
 from perdure.sessions.agent_conversation import AgentConversation, find_line, without_session_options
 from perdure.sessions.fold import TurnStream
 from perdure.sessions.pending_turn import TurnExtra
@@ -127,7 +127,7 @@ class ReplyRequest:
     """The session that the messages go on with; none is made for a conversation that comes whole."""
     timeout: float | None = None
     """Seconds that the client gives it."""
-    extra: TurnExtra = field(default_factory=TurnExtra)
+    extra: TurnExtra | None = None
     """What its turn has besides, in a session. Its `call_ids` hold without a session too."""
 
     def submit(self, app_state: AppState, caller: Caller, asked: RequestSchema | None = None) -> TurnStream:
@@ -147,15 +147,16 @@ class ReplyRequest:
         if messages[0].role in ("system", "developer") and len(messages) > 1:
             system = messages.pop(0).content or ""
         session, made = self.place.open(runtime, caller, system)
-        extra = replace(self.extra, idempotency_key=caller.idempotency_key)
+        extra = replace(self.extra or TurnExtra(), idempotency_key=caller.idempotency_key)
         stream = _submit(session, messages, self.options, made=made, extra=extra)
         caller.in_session(session.name)
         return stream
 
     def submit_alone(self, runtime: Runtime, namespace: str) -> TurnStream:
         """Queue it without a session."""
+        call_ids = self.extra.call_ids if self.extra is not None else ""
         return runtime.chat_format.submit(
-            self.messages, namespace=namespace, call_ids=self.extra.call_ids, **self.options
+            self.messages, namespace=namespace, call_ids=call_ids, **self.options
         )
 
 
@@ -181,7 +182,12 @@ def _submit(
 
 def named_conversation(caller: Caller, asked: RequestSchema) -> AgentConversation | None:
     """The conversation that headers or fields name; None where there is none, or none is kept."""
-    return None if caller.headers is None else conversation_of(caller.headers, caller.agent, asked)
+    if caller.headers is None:
+        return None
+    if NAMING_HEADERS.isdisjoint(caller.headers) and NAMING_FIELDS.isdisjoint(asked.model_fields_set):
+        # Most requests name none.
+        return None
+    return conversation_of(caller.headers, caller.agent, asked)
 
 
 def submit_to_conversation(
