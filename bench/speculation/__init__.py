@@ -2,10 +2,10 @@
 
     python -m bench.speculation [MODEL] [--quick] [--threads N] [--streams N] [--only PART] [--cpu] [--server]
 
-MODEL is a file or a name (the default model without it), or `32b`, `8b`, `small` or `tiny`: a model of that
-shape that needs no network. It is written under PERDURE_HOME when it is first needed (4.5 GB for 8b, 18 GB
-for 32b), computes all that a model of its size does, and writes token n + 1 behind token n. So an edit, a
-misleading text and a right guess are known:
+MODEL is a file or a name (the default model without it), or `32b-q8`, `32b`, `8b`, `small` or `tiny`: a model
+of that shape that needs no network. It is written under PERDURE_HOME when it is first needed (4.5 GB for 8b,
+18 GB for 32b, 34 GB for 32b-q8), computes all that a model of its size does, and writes token n + 1 behind
+token n. So an edit, a misleading text and a right guess are known:
 
     on a GPU, about 3 minutes with the writing:   python -m bench.speculation 8b --quick
     the same in small, on a CPU:                  python -m bench.speculation small --quick --threads 1
@@ -49,7 +49,13 @@ _TINY = Shape(layers=4, width=256, inner=768, heads=4, kv_heads=2, vocabulary=81
 _LARGE = Shape(
     layers=64, width=5120, inner=25_600, heads=64, kv_heads=8, vocabulary=151_936, type="q4_0", head=128
 )
-_SHAPES = {"32b": _LARGE, "8b": EIGHT_BILLION, "small": SMALL, "tiny": _TINY}
+_SHAPES = {
+    "32b-q8": replace(_LARGE, type="q8_0"),
+    "32b": _LARGE,
+    "8b": EIGHT_BILLION,
+    "small": SMALL,
+    "tiny": _TINY,
+}
 _NEXT_TOKEN = "next-token layer"
 
 
@@ -103,7 +109,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "model", nargs="?", help="a file or a name, `32b`, `8b`, `small` or `tiny`; else the default model"
+        "model",
+        nargs="?",
+        help="a file or a name, `32b-q8`, `32b`, `8b`, `small` or `tiny`; else the default model",
     )
     parser.add_argument("--quick", action="store_true", help="3 pairs of short replies")
     parser.add_argument("--threads", type=int)

@@ -50,6 +50,7 @@ class Drafter(Protocol):
 def draw_guess(sequence: TokenSequence, row: Floats, position: int) -> int:
     """The token that a row of somebody else's logits gives for a position, by the chain and the random
     numbers of the sequence; the likeliest where its chain is not compiled."""
-    if (rule := sequence.compiled) is None:
+    rule = sequence.compiled
+    if rule is None or (rule.k == 1 and not rule.bias.count):
         return int(row.argmax())
     return draw_together([(sequence.sampler, rule, position)], np.ascontiguousarray(row[None]))[0][0]

@@ -46,21 +46,26 @@ _MODEL = 0.7
 """How likely a guess of a model is taken to be right before any was."""
 _DEAREST = 5
 """Guesses of a model for a step, at most."""
+_UNLIKELY = 0.02
+"""Chance under which a guess is not worth weighing."""
 _DOUBTFUL = 0.68
 """Confidence up to which the next drafter is asked too."""
 _LENGTHS = frozenset((1, 2, 3, 5, 7, 11, 15, 23, 31))
 """Guesses of a step: few sizes, each of which a GPU prepares once, are measured sooner."""
 _SLOWER, _FASTER = 0.2, 0.5
 """How much of what a step took longer, or shorter, than known is believed."""
-_UNCHECKED = 2
+_UNCHECKED, _UNCHECKED_GOOD = 2, 8
 """Steps with guesses that brought little, after which one goes without: what they save is measured by it.
-Where guesses have saved more than a step lately, twice as many."""
+And where guesses have saved more than a step lately."""
 _TRIES = 4
 """Steps of each size that a GPU is given to prepare, and to show what such a step takes from then on."""
 _TRIED = (1, 2, 3, 5, 7, 15, 31)
 """Guesses of those steps."""
-_STAY = 8
-"""Steps of one size that are expected to follow each other."""
+_STAY, _STAY_DEAR = 8, 32
+"""Steps of one size that are expected to follow each other; and where a model guesses, whose chance to be
+right changes little from step to step."""
+_PRIOR, _PRIOR_DEAR = 2, 6
+"""Guesses as which the outcomes of all streams count for one of them; and those of a model."""
 _DEAR = 0.02
 """Of a step: what takes longer than that to guess a token is asked only where that promises to pay off."""
 _UNKNOWN = 0.1
@@ -107,10 +112,19 @@ class StepCosts:
             share = _SLOWER if seconds > before else _FASTER
             self._seconds[tokens] = before + share * (min(seconds, 2 * before) - before)
 
-    def change(self, tokens: int) -> float:
+    def leave(self) -> None:
+        """A prompt was read: the next step is the first of its size, whichever that is."""
+        self._last = self._run = 0
+
+    def change(self, tokens: int, stay: int = _STAY) -> float:
         """What a step of so many tokens takes longer than others of its size, if it comes next: its part of
-        the way there and back, since steps mostly stay at a size for a while."""
-        return 2 * sum(self._excess) / _STAY if tokens != self._last else 0.0
+        the way there and back, since so many steps are expected to stay at that size."""
+        return 2 * self.first_steps / stay if tokens != self._last else 0.0
+
+    @property
+    def first_steps(self) -> float:
+        """What the first steps of a size take longer, together."""
+        return sum(self._excess)
 
     def tries(self, tokens: int) -> int:
         """How many steps of so many tokens there were."""
@@ -190,10 +204,11 @@ class Outcomes:
         self._right: dict[str, float] = {}
         self._wrong: dict[str, float] = {}
 
-    def chance(self, source: str, expected: float) -> float:
-        """That a guessed token is right whose forerunners are, where so much was expected beforehand."""
+    def chance(self, source: str, expected: float, weight: int) -> float:
+        """That a guessed token is right whose forerunners are, where so much was expected beforehand; that
+        counts as so many guesses do."""
         right, wrong = self._right.get(source, 0.0), self._wrong.get(source, 0.0)
-        return (right + 2 * expected) / (right + wrong + 2)
+        return (right + weight * expected) / (right + wrong + weight)
 
     def add(self, source: str, guesses: int, agreed: int) -> None:
         self._right[source] = self._right.get(source, 0.0) * self._memory + agreed
@@ -282,13 +297,15 @@ class Speculator:
     def _adapt(self, chunks: Sequence[Chunk], known: int, room: int) -> None:
         """Guess as far as a step gives more tokens a second by it, and as everybody in it can afford."""
         plain = self._costs.known(known)
-        if plain is None or self._unpaid >= _UNCHECKED * (2 if self._gain > 1 else 1) or room <= 0:
+        unchecked = _UNCHECKED_GOOD if self._gain > 1 else _UNCHECKED
+        if plain is None or self._unpaid >= unchecked or room <= 0:
             return
         streams = [self._stream(chunk.sequence, known, plain) for chunk in chunks]
         credit = min(stream.credit for stream in streams) + self._lent(plain)
         if self._costs.seconds(known + 1) - plain > credit and not self._has_untried(chunks, known):
             return
         drafts: dict[Chunk, Draft] = {}
+        stay = _STAY
         chances: list[tuple[float, int, Chunk]] = []
         for at, (chunk, stream) in enumerate(zip(chunks, streams, strict=True)):
             paying = functools.partial(self._guesses_that_pay, stream, known, len(chunks))
@@ -296,18 +313,23 @@ class Speculator:
             if draft is None:
                 continue
             drafts[chunk] = draft
-            chance, each = 1.0, self._chance(stream, draft.source, draft.confidence)
+            if dear := self._is_dear(draft.source, plain):
+                stay = _STAY_DEAR
+            chance, each = 1.0, self._chance(stream, draft.source, draft.confidence, dear=dear)
             for _ in draft.tokens:
                 chance *= each
+                if chance < _UNLIKELY:
+                    break
                 chances.append((-chance, at, chunk))
         if len(chunks) == 1 and self._try_out(chunks[0], drafts.get(chunks[0]), known):
             return
         # What a step costs that is larger than any before is found out by and by.
         room = min(room, 2 * self._costs.largest - known)
         # The likeliest first: of one stream they fall from guess to guess.
-        chances.sort(key=lambda entry: entry[:2])
+        if len(chunks) > 1:
+            chances.sort(key=lambda entry: entry[:2])
         tokens, count = float(len(chunks)), 0
-        best = tokens / (plain + self._costs.change(known)) * _WORTH
+        best = tokens / (plain + self._costs.change(known, stay)) * _WORTH
         for at, (minus, _, _) in enumerate(chances[: max(0, room)], 1):
             tokens -= minus
             if at not in _LENGTHS:
@@ -315,7 +337,7 @@ class Speculator:
             seconds = self._costs.seconds(known + at)
             if seconds - plain > credit:
                 break
-            rate = tokens / (seconds + self._costs.change(known + at))
+            rate = tokens / (seconds + self._costs.change(known + at, stay))
             if rate > best:
                 best, count = rate, at
         lengths: dict[Chunk, int] = {}
@@ -325,9 +347,14 @@ class Speculator:
             chunk.draft = drafts[chunk].tokens[:length]
             self._sources[chunk] = drafts[chunk].source
 
-    def _chance(self, stream: _Stream, source: str, expected: float) -> float:
+    def _is_dear(self, source: str, plain: float) -> bool:
+        """Whether a drafter takes its time to guess, beside a step that takes so long: as a model does."""
+        return self._prices.price(source) > _DEAR * plain
+
+    def _chance(self, stream: _Stream, source: str, expected: float, *, dear: bool) -> float:
         """That a token is right that a drafter guesses for a stream, whose forerunners are."""
-        return stream.outcomes.chance(source, self._outcomes.chance(source, expected))
+        among_all = self._outcomes.chance(source, expected, _PRIOR)
+        return stream.outcomes.chance(source, among_all, _PRIOR_DEAR if dear else _PRIOR)
 
     def _has_untried(self, chunks: Sequence[Chunk], known: int) -> bool:
         """Whether there are sizes that the engine has still to prepare, and this may be a step of one."""
@@ -356,6 +383,7 @@ class Speculator:
         known = guesses = 0
         for chunk in step:
             if chunk.is_prompt:
+                self._costs.leave()
                 return
             known += chunk.count
             guesses += len(chunk.draft)
@@ -382,10 +410,11 @@ class Speculator:
                 if (source := self._sources.get(chunk)) is not None:
                     stream.outcomes.add(source, len(chunk.draft), chunk.agreed)
                     self._outcomes.add(source, len(chunk.draft), chunk.agreed)
-                    if (price := self._prices.price(source)) > _DEAR * plain:
+                    if self._is_dear(source, plain):
                         if self._trying:
                             # What it will be, once the engine has prepared such steps.
-                            took = self._costs.seconds(known + guesses) + price * len(chunk.draft)
+                            asking = self._prices.price(source) * len(chunk.draft)
+                            took = self._costs.seconds(known + guesses) + asking
                             saved = plain * (1 + chunk.agreed) - took
                         self._gain = self._gain * _LATELY + saved / plain
         self._guessed = guesses > 0
@@ -412,8 +441,9 @@ class Speculator:
         return stream
 
     def _lent(self, plain: float) -> float:
-        """Seconds that any stream may lose besides its own credit."""
-        return min(max(0.0, self._gain), _MORE) * plain
+        """Seconds that any stream may lose besides its own credit: so many that it can come to steps of
+        another size, too."""
+        return min(max(0.0, self._gain) * plain, _MORE * plain + self._costs.first_steps)
 
     def _ask(self, chunk: Chunk, count: int, paying: Callable[[str], int] | None = None) -> Draft | None:
         """The guess of the first drafter that has a good one; else the first. `paying` tells how many guesses
@@ -455,20 +485,21 @@ class Speculator:
     def _guesses_that_pay(self, stream: _Stream, known: int, streams: int, source: str) -> int:
         """How many guesses of a drafter are worth to be asked for, before anything is known of them."""
         plain, price = self._costs.seconds(known), self._prices.price(source)
-        if price <= _DEAR * plain:
+        if not self._is_dear(source, plain):
             return MAX_GUESSES
         if self._prepares and streams == 1:
             for count in _TRIED:
                 if count <= _DEAREST and self._costs.tries(known + count) < _TRIES:
                     return count
-        chance = self._chance(stream, source, _MODEL)
+        chance = self._chance(stream, source, _MODEL, dear=True)
         credit = stream.credit + self._lent(plain)
-        tokens, right, count, best = 1.0, 1.0, 0, _WORTH / plain
+        tokens, right, count = 1.0, 1.0, 0
+        best = _WORTH / (plain + self._costs.change(known, _STAY_DEAR))
         for at in range(1, _DEAREST + 1):
             right *= chance
             tokens += right
             size = known + at * streams
-            seconds = self._costs.seconds(size) + self._costs.change(size) + at * streams * price
+            seconds = self._costs.seconds(size) + self._costs.change(size, _STAY_DEAR) + at * streams * price
             if seconds - plain > credit:
                 break
             if at in _LENGTHS and tokens / seconds > best:

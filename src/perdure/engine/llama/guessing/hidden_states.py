@@ -90,6 +90,10 @@ class LastStep:
         if not size:
             return
         states = model.hidden_states(size)
+        if batch.seqs[0] == batch.seqs[size - 1]:
+            # The tokens of a sequence lie together, and most steps are of one.
+            yield int(batch.seqs[0]), int(batch.positions[0]), batch.tokens[:size], states
+            return
         starts = [0, *(np.flatnonzero(np.diff(batch.seqs[:size])) + 1).tolist()]
         for start, end in zip(starts, [*starts[1:], size], strict=True):
             at = slice(start, end)

@@ -24,7 +24,7 @@ from perdure.engine.llama.weights import Weights
 from perdure.errors import EngineError, InvalidInputError
 from perdure.memory import FullAttention, MemorySpec
 
-_UNREAD = 32
+_UNREAD = 128
 """Tokens that the layers leave for later, at most."""
 _SIZE = 8
 """Bytes that say how long the model's part of a whole state is."""
@@ -210,26 +210,29 @@ class NextTokenCore:
         before, beside = recent.last(min(count + 1, self._batch.capacity - 1), end)
         if unread is not None and unread.start < end - len(before):
             self._catch_up(seq)
-        tokens, inputs = np.append(before, np.int32(token)), np.concatenate([beside, state[None]])
+        row = len(before)
+        size = row + 1
+        # Each step reads `size` of these, from one further on than the step before.
+        tokens = np.empty(row + count, np.int32)
+        inputs = np.empty((row + count, self.width), np.float32)
+        tokens[:row], tokens[row] = before, token
+        inputs[:row], inputs[row] = beside, state
         # Read again, so unread from here on, should it fail.
-        again = self._unread[seq] = _Unread(end - len(before))
-        again.add(again.start, before, beside.copy())
+        again = self._unread[seq] = _Unread(end - row)
+        again.add(again.start, before, inputs[:row])
         guesses: list[int] = []
-        outcome, first, row = Outcome.DONE, again.start, len(before)
+        outcome = Outcome.DONE
         try:
-            while True:
+            for at in range(count):
                 outcome = Outcome.FAILED
-                self.layers.remove(seq, first)
-                outcome = self._step(seq, first, tokens, inputs, row)
+                self.layers.remove(seq, again.start + at)
+                step = slice(at, at + size)
+                outcome = self._step(seq, again.start + at, tokens[step], inputs[step], row)
                 if outcome is not Outcome.DONE:
                     break
-                guesses.append(draw(self.layers.row(row), end + len(guesses) + 1))
-                if len(guesses) == count:
-                    break
-                state = self.layers.hidden_behind(row)
-                first += 1
-                tokens = np.append(tokens[1:], np.int32(guesses[-1]))
-                inputs = np.concatenate([inputs[1:], state[None]])
+                guesses.append(draw(self.layers.row(row), end + at + 1))
+                if at + 1 < count:
+                    tokens[at + size], inputs[at + size] = guesses[-1], self.layers.hidden_behind(row)
             return guesses
         finally:
             if outcome is Outcome.DONE:
