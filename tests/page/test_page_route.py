@@ -14,6 +14,7 @@ import pytest
 
 import perdure
 from decode.observed import toy
+from perdure.inspection.page import script_hash
 from perdure.server.core.keys import Keys, new_key
 from server.live_server import live_server, opened
 
@@ -49,6 +50,7 @@ def test_the_page_has_a_strict_policy_and_loads_without_a_key() -> None:
             assert policy["default-src"] == "'none'"
             assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
             assert policy["frame-ancestors"] == policy["base-uri"] == policy["form-action"] == "'none'"
+            assert policy["frame-src"] == "'self'"
             assert policy["require-trusted-types-for"] == "'script'"
             assert "unsafe" not in headers["content-security-policy"]
             assert headers["x-content-type-options"] == "nosniff"
@@ -63,6 +65,25 @@ def test_the_page_has_a_strict_policy_and_loads_without_a_key() -> None:
             assert client.get(path).status_code == 401
         for path in ("/page/none.js", "/page/..%2f..%2fapp.py", "/page/"):
             assert client.get(path).status_code == 404
+
+
+def test_the_frame_of_an_analysis_runs_its_own_scripts_and_reaches_nothing() -> None:
+    """I3: it has no origin, and none of the server's data."""
+    _, key = new_key("alice")
+    with opened(toy()) as rt, live_server(rt, keys=Keys([key])) as server, server.client() as client:
+        frame = client.get("/page/analysis")
+    assert frame.status_code == 200
+    rules = frame.headers["content-security-policy"].split("; ")
+    policy = dict(part.split(" ", 1) for part in rules)
+    assert policy["sandbox"] == "allow-scripts"
+    assert policy["default-src"] == policy["base-uri"] == policy["form-action"] == "'none'"
+    assert policy["frame-ancestors"] == "'self'"
+    assert re.fullmatch(r"'sha256-[\w+/=]{44}' 'sha256-[\w+/=]{44}'", policy["script-src"])
+    # The first is the frame's own script, to the letter.
+    [script] = re.findall(r"<script>(.*?)</script>", frame.text, re.DOTALL)
+    assert policy["script-src"].startswith(f"'{script_hash(script)}'")
+    assert frame.headers["x-frame-options"] == "SAMEORIGIN"
+    assert frame.headers["x-content-type-options"] == "nosniff"
 
 
 def test_a_page_of_another_origin_gets_nothing_of_it() -> None:

@@ -20,6 +20,8 @@ export interface Message {
 
 export interface Reuse {
   tiers: Record<string, number>;
+  /** How long each tier took to bring its tokens back. */
+  seconds: Record<string, number>;
   computed: number;
   why: string;
 }

@@ -80,12 +80,16 @@ export class ReplyText {
 /** Splits bytes into the data of events, however the network has cut them. */
 export class EventParser {
   private readonly decoder = new TextDecoder();
-  private rest = "";
+  /** What came since the last event ended: an event of megabytes is put together once. */
+  private rest: string[] = [];
 
   push(bytes: Uint8Array): string[] {
-    this.rest += this.decoder.decode(bytes, { stream: true });
-    const events = this.rest.split("\n\n");
-    this.rest = events.pop() ?? "";
+    const text = this.decoder.decode(bytes, { stream: true });
+    const isWhole = ((this.rest.at(-1)?.at(-1) ?? "") + text).includes("\n\n");
+    if (text) this.rest.push(text);
+    if (!isWhole) return [];
+    const events = this.rest.join("").split("\n\n");
+    this.rest = [events.pop() ?? ""];
     return events.flatMap((event) => {
       const data = event
         .split("\n")

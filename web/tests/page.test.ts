@@ -24,6 +24,15 @@ describe("events", () => {
     }
   });
 
+  it("of megabytes are put together once, however many parts they have", () => {
+    const parser = new EventParser();
+    const part = new TextEncoder().encode("x".repeat(1 << 16));
+    parser.push(new TextEncoder().encode("data: "));
+    for (let at = 0; at < 200; at += 1) expect(parser.push(part)).toEqual([]);
+    expect(parser.push(new TextEncoder().encode("\n"))).toEqual([]);
+    expect(parser.push(new TextEncoder().encode("\ndata: b\n\n")).map((each) => each.length)).toEqual([200 << 16, 1]);
+  });
+
   it("add up to a reply behind its beginning", () => {
     const reply = new ReplyText({ text: "so ", reasoning: "hm" });
     reply.take({ choices: [{ delta: { content: "far" }, logprobs: null, finish_reason: "stop" }] });
@@ -161,9 +170,19 @@ describe("small things", () => {
       first: 0.04,
       speed: 10,
       tiers: { slot: 8 },
+      seconds: {},
       why: "the rest is new",
       guesses: [],
     });
+  });
+
+  it("tells the time of each tier, while the reply is there and later", () => {
+    const usage = { prompt_tokens: 10, cached_tokens: 8, disk_tokens: 8, disk_us: 2500, computed_us: 40_000 };
+    const timings = { queued: 0, prefill: 0.04, decode: 1, decode_speed: 9 };
+    const told = { reuse: { tiers: { disk: 8 }, seconds: { disk: 0.0025 }, computed: 2, why: "" }, timings } as unknown as Told;
+    const turn = { usage, why: "" } as unknown as Turn;
+    expect(figures(turn, undefined).seconds).toEqual({ disk: 0.0025, computed: 0.04 });
+    expect(figures(turn, told).seconds).toEqual(figures(turn, undefined).seconds);
   });
 
   it("tells what was guessed ahead and what a grammar forced", () => {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import functools
+import hashlib
 import html
 import importlib.resources
 import json
@@ -34,8 +36,7 @@ def page_of(analysis: Analysis) -> str:
         _section("Where the state came from, and the time", "", _times(analysis)),
     ]
     notes = "".join(f"<li>{html.escape(note)}</li>" for note in analysis.notes)
-    page = importlib.resources.files("perdure.inspection").joinpath("page.html")
-    template = page.read_text(encoding="utf-8")
+    template = _template()
     count = len(analysis.pieces)
     about = f"{analysis.model} · {count} tokens, of which {count - analysis.prompt} are the reply"
     parts = {
@@ -47,6 +48,23 @@ def page_of(analysis: Analysis) -> str:
     for name, value in parts.items():
         template = template.replace(f"<!--{name}-->", value)
     return template
+
+
+@functools.cache
+def _template() -> str:
+    page = importlib.resources.files("perdure.inspection").joinpath("page.html")
+    return page.read_text(encoding="utf-8")
+
+
+def script_hash(script: str) -> str:
+    """What a Content-Security-Policy calls a script that stands in a page."""
+    digest = hashlib.sha256(script.encode()).digest()
+    return f"sha256-{base64.b64encode(digest).decode('ascii')}"
+
+
+def report_script_hash() -> str:
+    """Of the one script that every page has."""
+    return script_hash(_template().rpartition("<script>")[2].partition("</script>")[0])
 
 
 _SURPRISE = "The darker a token, the less the model expected it. Point at one for what it expected instead."

@@ -6,10 +6,12 @@ import { useEffect, useRef } from "preact/hooks";
 interface Given {
   title: string;
   onClose: () => void;
+  /** Whether it takes all the room that there is. */
+  wide?: boolean;
   children: ComponentChildren;
 }
 
-export function Dialog({ title, onClose, children }: Given) {
+export function Dialog({ title, onClose, wide = false, children }: Given) {
   const element = useRef<HTMLDialogElement>(null);
   useEffect(() => {
     element.current?.showModal();
@@ -17,6 +19,7 @@ export function Dialog({ title, onClose, children }: Given) {
   return (
     <dialog
       ref={element}
+      class={wide ? "wide" : undefined}
       aria-label={title}
       onClose={onClose}
       onClick={(event) => {

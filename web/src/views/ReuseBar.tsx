@@ -8,6 +8,8 @@ const TIERS = ["slot", "memory", "disk", "shared"] as const;
 
 interface Figures {
   tiers: Record<string, number>;
+  /** How long it took to have tokens from a tier, where that is known. */
+  seconds: Record<string, number>;
   computed: number;
   first: number;
   speed: number;
@@ -25,6 +27,7 @@ export function figures(turn: Turn, told: Told | undefined): Figures {
     const { reuse, timings } = told;
     return {
       tiers: reuse.tiers,
+      seconds: { ...reuse.seconds, computed: timings.prefill },
       computed: reuse.computed,
       first: timings.queued + timings.prefill,
       speed: timings.decode_speed,
@@ -37,9 +40,11 @@ export function figures(turn: Turn, told: Told | undefined): Figures {
     };
   }
   const tiers = Object.fromEntries(TIERS.map((tier) => [tier, usage[`${tier}_tokens`] ?? 0]));
+  const known = [...TIERS, "computed"].filter((tier) => usage[`${tier}_us`] !== undefined);
   const decode = (usage.decode_ms ?? 0) / 1000;
   return {
     tiers,
+    seconds: Object.fromEntries(known.map((tier) => [tier, usage[`${tier}_us`]! / 1e6])),
     computed: Math.max(0, (usage.prompt_tokens ?? 0) - (usage.cached_tokens ?? 0)),
     first: (usage.first_token_ms ?? 0) / 1000,
     speed: decode > 0 && written > 1 ? (written - 1) / decode : 0,
@@ -50,13 +55,13 @@ export function figures(turn: Turn, told: Told | undefined): Figures {
 }
 
 export function ReuseBar({ turn, told }: { turn: Turn; told: Told | undefined }) {
-  const { tiers, computed, first, speed, written, why, guesses } = figures(turn, told);
+  const { tiers, seconds, computed, first, speed, written, why, guesses } = figures(turn, told);
   const parts = [...TIERS.map((tier) => [tier, tiers[tier] ?? 0] as const), ["computed", computed] as const].filter(
     ([, tokens]) => tokens > 0,
   );
   if (!parts.length) return null;
   const words = [
-    ...parts.map(([name, tokens]) => texts.reuse.part(tokens, texts.reuse[name])),
+    ...parts.map(([name, tokens]) => texts.reuse.part(tokens, texts.reuse[name], seconds[name])),
     ...(first ? [texts.reuse.first(first)] : []),
     ...(speed ? [texts.reuse.speed(speed)] : []),
     texts.reuse.written(written),
@@ -73,7 +78,7 @@ export function ReuseBar({ turn, told }: { turn: Turn; told: Told | undefined })
         {parts.map(([name, tokens]) => (
           <span class="figure">
             <i class={`dot tier-${name}`} aria-hidden="true" />
-            {texts.reuse.part(tokens, texts.reuse[name])}
+            {texts.reuse.part(tokens, texts.reuse[name], seconds[name])}
           </span>
         ))}
         {words.slice(parts.length).map((word) => (

@@ -9,6 +9,7 @@ import { useWatched } from "../store";
 import { middle, texts } from "../texts";
 import { Composer } from "./Composer";
 import { Dialog } from "./Dialog";
+import { Inside } from "./Inside";
 import { SettingsDialog } from "./SettingsDialog";
 import { goTo, TreePane } from "./TreePane";
 import { grouped, TurnGroup } from "./TurnGroup";
@@ -46,6 +47,7 @@ export function Talk({ talk, treeShown, onTree, settingsShown, onSettings }: Giv
   const scroller = useRef<HTMLDivElement>(null);
   const follows = useRef(true);
   const [point, choose] = useState<{ how: "fork" | "remember"; turn: number } | null>(null);
+  const [looked, look] = useState<number | null>(null);
   const [model, setModel] = useState("");
   useEffect(() => {
     servedModel().then(setModel, () => (served = null));
@@ -67,6 +69,7 @@ export function Talk({ talk, treeShown, onTree, settingsShown, onSettings }: Giv
       goOn: () => void (talk.writing || talk.goOn()),
       fork: (turn) => choose({ how: "fork", turn }),
       remember: (turn) => choose({ how: "remember", turn }),
+      inside: (turn) => look(turn),
       step: (turn, by) => void step(talk, turn, by),
       answer: (results) => void talk.send(results),
     }),
@@ -208,6 +211,9 @@ export function Talk({ talk, treeShown, onTree, settingsShown, onSettings }: Giv
       )}
       {settingsShown && <SettingsDialog talk={talk} onClose={() => onSettings(false)} />}
       {point && <PointDialog talk={talk} {...point} onClose={() => choose(null)} />}
+      {looked !== null && talk.name !== null && (
+        <Inside session={talk.name} turn={looked} onClose={() => look(null)} />
+      )}
     </div>
   );
 }

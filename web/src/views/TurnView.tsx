@@ -17,6 +17,7 @@ export interface Actions {
   goOn: () => void;
   fork: (turn: number) => void;
   remember: (turn: number) => void;
+  inside: (turn: number) => void;
   step: (turn: number, by: number) => void;
   answer: (results: Message[]) => void;
 }
@@ -49,6 +50,7 @@ export const TurnView = memo(({ turn, told, isLast, busy, at, of, actions, queue
       r: () => actions.branch(turn.turn, turn.messages),
       f: () => actions.fork(turn.turn),
       m: () => actions.remember(turn.turn),
+      i: () => turn.reply && actions.inside(turn.turn),
       ArrowLeft: () => actions.step(turn.turn, -1),
       ArrowRight: () => actions.step(turn.turn, 1),
       ArrowUp: () => document.getElementById(`turn-${turn.turn - 1}`)?.focus(),
@@ -160,6 +162,11 @@ export const TurnView = memo(({ turn, told, isLast, busy, at, of, actions, queue
         <button type="button" class="quiet" onClick={() => actions.remember(turn.turn)}>
           {texts.talk.remember}
         </button>
+        {turn.reply && turn.kind === "turn" && (
+          <button type="button" class="quiet" onClick={() => actions.inside(turn.turn)}>
+            {texts.talk.inside}
+          </button>
+        )}
         {!!told?.logprobs.length && (
           <button type="button" class="quiet" aria-pressed={asTokens} onClick={() => showTokens(!asTokens)}>
             {texts.talk.tokens}

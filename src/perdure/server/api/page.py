@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import mimetypes
+from collections.abc import Mapping
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 
@@ -11,9 +12,15 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from perdure.inspection.page import report_script_hash, script_hash
 from perdure.server.core.api_error import ApiError
 from perdure.server.core.middleware import ASSETS
 from perdure.server.protocols.ollama.routes import running
+
+
+def as_policy(rules: Mapping[str, str]) -> str:
+    return "; ".join(f"{name} {value}" for name, value in rules.items())
+
 
 _POLICY = {
     "default-src": "'none'",
@@ -21,6 +28,8 @@ _POLICY = {
     "style-src": "'self'",
     "img-src": "'self'",
     "connect-src": "'self'",
+    # For the frame below alone: the page itself is framed by nobody.
+    "frame-src": "'self'",
     "base-uri": "'none'",
     "form-action": "'none'",
     "frame-ancestors": "'none'",
@@ -29,7 +38,7 @@ _POLICY = {
     "trusted-types": "'none'",
 }
 HEADERS = {
-    "content-security-policy": "; ".join(f"{name} {value}" for name, value in _POLICY.items()),
+    "content-security-policy": as_policy(_POLICY),
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
     "referrer-policy": "no-referrer",
@@ -37,6 +46,24 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "permissions-policy": "camera=(), microphone=(), geolocation=(), payment=(), usb=()",
 }
+_FRAME_SCRIPT = """
+"use strict";
+addEventListener("message", function show(event) {
+  if (event.source !== parent || typeof event.data !== "string") return;
+  removeEventListener("message", show);
+  document.open();
+  document.write(event.data);
+  document.close();
+});
+parent.postMessage("ready", "*");
+"""
+"""Shows the one text that the page sends."""
+_FRAME = f"""<!doctype html>
+<html lang="en">
+<head><meta charset="utf-8"><title>Analysis</title></head>
+<body><script>{_FRAME_SCRIPT}</script></body>
+</html>
+"""
 _KINDS = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 
 router = APIRouter(include_in_schema=False)
@@ -53,6 +80,23 @@ async def index(request: Request) -> Response:
             404, "this build has no page; the API is at /v1", kind="not_found_error", code="no_page"
         )
     return _answer("index.html", found["index.html"], "no-cache")
+
+
+@router.get(ASSETS + "analysis")
+async def analysis_frame() -> Response:
+    """A document for the analysis of a reply, which has a script of its own: it has no origin, reaches
+    nothing, and runs that script and no other, whatever the text is. The page sends it what to show."""
+    policy = {
+        "sandbox": "allow-scripts",
+        "default-src": "'none'",
+        "script-src": f"'{script_hash(_FRAME_SCRIPT)}' '{report_script_hash()}'",
+        "style-src": "'unsafe-inline'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'self'",
+    }
+    headers = {**HEADERS, "content-security-policy": as_policy(policy), "x-frame-options": "SAMEORIGIN"}
+    return Response(_FRAME, media_type="text/html", headers={**headers, "cache-control": "no-cache"})
 
 
 @router.get(ASSETS + "{name}")
