@@ -15,12 +15,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, TypedDict
+from typing import Any, Literal, TypeAlias, TypedDict
 
 from perdure import system
-from perdure.config import N_CTX
+from perdure.config import N_CTX, SLOTS
 from perdure.models.card import Facts, card_of
 from perdure.models.header import Header
 
@@ -363,6 +363,21 @@ class Wanted:
     kv_offload: bool = True
     n_batch: int = N_BATCH
     flash: bool = True
+
+    @classmethod
+    def of(
+        cls, settings: Mapping[str, Any], *, gpu_layers: int | None, cpu_experts: int | None = None
+    ) -> Wanted:
+        """What a context is opened with, and where its model is placed."""
+        n_ctx, slots = settings.get("n_ctx", N_CTX), settings.get("slots", SLOTS)
+        return cls(
+            n_ctx=None if n_ctx == "auto" else n_ctx,
+            slots=None if slots == "auto" else slots,
+            k_type=settings.get("k_type", "f16"),
+            v_type=settings.get("v_type", "f16"),
+            gpu_layers=gpu_layers,
+            cpu_experts=cpu_experts,
+        )
 
 
 class FitOptions(TypedDict):

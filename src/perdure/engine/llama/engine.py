@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from perdure import models
-from perdure.config import N_CTX, SLOTS, settings
+from perdure.config import settings
 from perdure.engine.contract import LoadingKeywords
 from perdure.engine.llama.offload import count_experts
 from perdure.engine.model import Model
@@ -101,12 +101,8 @@ class LlamaEngine(Engine):
             return 0, 0
         sizes = Sizes.of(models.read_parts(here))
         layers, experts = loading.get("gpu_layers", "auto"), loading.get("cpu_experts", "auto")
-        n_ctx, slots = settings.get("n_ctx", N_CTX), settings.get("slots", SLOTS)
-        wanted = Wanted(
-            n_ctx=None if n_ctx == "auto" else n_ctx,
-            slots=None if slots == "auto" else slots,
-            k_type=settings.get("k_type", "f16"),
-            v_type=settings.get("v_type", "f16"),
+        wanted = Wanted.of(
+            settings,
             gpu_layers=None if layers == "auto" else layers,
             cpu_experts=None if experts == "auto" else count_experts(experts, sizes),
         )

@@ -9,7 +9,6 @@ caches          what a layer keeps, as rows by token, a window, or a state
 sequence_state  all layers of one sequence, and its bytes
 adapters        LoRAs and DoRAs in mlx-lm's format
 core            the calls of the contract
-sizes           how much memory a folder takes, from its headers and its config
-card            its figures, for `perdure show`
+figures         how much memory a folder takes, from its headers and its config, and its card
 model           a model, and the contexts opened on it
 """

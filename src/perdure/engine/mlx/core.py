@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from perdure.engine.contract import Adapter, Batch, Capture, Floats, Outcome
 from perdure.engine.mlx.adapters import MlxAdapter
 from perdure.engine.mlx.caches import batched, give_back
-from perdure.engine.mlx.next_step import NextStep
 from perdure.engine.mlx.sequence_state import Layout, SequenceState
 from perdure.engine.mlx.weights import Weights
 from perdure.errors import EngineError
@@ -29,6 +28,42 @@ log = logging.getLogger("perdure.engine")
 
 _CLOSE = 0.05
 """How far logits of a step of several sequences may be from those of each alone, of the largest one."""
+
+
+Adapters = tuple[tuple[MlxAdapter, float], ...]
+
+
+class NextStep:
+    """A step of one token that is built before its token is known, on handles of the sequence's caches.
+
+    To build the graph of a step takes milliseconds of Python, in which the device has nothing to do. It
+    depends on how many tokens there are, not on which: so it is built while the step before it is computed.
+    The sequence holds nothing of it before `take`: whoever has no use for it forgets it.
+    """
+
+    def __init__(self, weights: Weights, state: SequenceState, length: int, adapters: Adapters) -> None:
+        self._state = state
+        self._length = length
+        self._adapters = adapters
+        self._written = mx.array([[0]], mx.int32)
+        # Computed with the step: if it is computed before, the model's class has looked at it.
+        self._token = self._written + 0
+        self._caches = state.handles()
+        self._logits = weights.run(self._token, self._caches, [0]).logits[0]
+
+    def fits(self, state: SequenceState, adapters: Adapters) -> bool:
+        return state is self._state and state.length == self._length and adapters == self._adapters
+
+    def take(self, token: int) -> Any:
+        """The logits behind `token`, not computed yet; the sequence has the step's caches then.
+
+        None where the model's class decided by the token's value what to build: nothing has changed then.
+        """
+        np.array(self._written, copy=False)[0, 0] = token
+        if self._token.item() != token:
+            return None
+        self._state.replace(self._caches)
+        return self._logits
 
 
 class MlxCore:
@@ -49,7 +84,7 @@ class MlxCore:
         self._make = make
         self._n_ctx = n_ctx
         self._embeds = embeds
-        self._adapters: tuple[tuple[MlxAdapter, float], ...] = ()
+        self._adapters: Adapters = ()
         with weights.lock:
             weights.use(())
             self.layout, self.width = self._probe(keeps_window)

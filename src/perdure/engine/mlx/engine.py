@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from perdure.config import N_CTX, SLOTS, settings
+from perdure.config import settings
 from perdure.engine.contract import LoadingKeywords
 from perdure.engine.registry import Agree, Bars, Engine, Finding, Source, no_bars
 from perdure.errors import InvalidInputError, PerdureError
@@ -73,8 +73,8 @@ class MlxEngine(Engine):
             return False
 
     def sizes(self, source: Source) -> Sizes:
+        from perdure.engine.mlx.figures import sizes_of
         from perdure.engine.mlx.folder import read_folder
-        from perdure.engine.mlx.sizes import sizes_of
 
         return sizes_of(read_folder(_found(source).absolute()))
 
@@ -84,14 +84,7 @@ class MlxEngine(Engine):
         """All of it in the machine's own memory, which a GPU shares."""
         from perdure.models.fit import Room, Wanted, propose
 
-        n_ctx, slots = settings.get("n_ctx", N_CTX), settings.get("slots", SLOTS)
-        wanted = Wanted(
-            n_ctx=None if n_ctx == "auto" else n_ctx,
-            slots=None if slots == "auto" else slots,
-            k_type=settings.get("k_type", "f16"),
-            v_type=settings.get("v_type", "f16"),
-            gpu_layers=0,
-        )
+        wanted = Wanted.of(settings, gpu_layers=0)
         found = propose(str(source), self.sizes(source), Room(machine=room.machine), wanted)
         return found.machine.total, 0
 
@@ -102,7 +95,7 @@ class MlxEngine(Engine):
 
         folder = read_folder(_found(source).absolute())
         load()
-        from perdure.engine.mlx.card import card_of
+        from perdure.engine.mlx.figures import card_of
 
         return card_of(folder), dict(folder.config)
 

@@ -1,13 +1,15 @@
-"""How much memory a folder takes, from its headers and its config: nothing is loaded, nothing imported."""
+"""Figures of a folder, from its headers and its config: how much memory it takes, and its card."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from perdure.checks import is_whole
 from perdure.engine.mlx.folder import Folder
+from perdure.models.card import Card, TypeShare
 from perdure.models.fit import Sizes
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
@@ -19,7 +21,7 @@ _OTHER_BYTES = 4
 
 
 def sizes_of(folder: Folder) -> Sizes:
-    """A model's sizes, layer by layer."""
+    """A model's sizes, layer by layer. Nothing is loaded, nothing of MLX imported."""
     text = folder.text
     count = min(
         _number(text, "num_hidden_layers", "n_layer", "n_layers"),
@@ -67,6 +69,46 @@ def sizes_of(folder: Folder) -> Sizes:
         expert_inner=_number(text, "moe_intermediate_size", "intermediate_size"),
         vocabulary=_number(text, "vocab_size"),
         trained=_number(text, "max_position_embeddings"),
+    )
+
+
+def card_of(folder: Folder) -> Card:
+    """The card of a model in a folder. Its class is made without weights, to see what it keeps."""
+    from perdure.engine.mlx.weights import skeleton
+
+    text = folder.text
+    memory = skeleton(folder)
+    shares: dict[str, list[int]] = {}
+    for header in folder.weights:
+        for tensor in header.tensors:
+            figures = shares.setdefault(tensor.dtype, [0, 0, 0])
+            for place, more in enumerate((1, math.prod(tensor.shape), tensor.size)):
+                figures[place] += more
+    types = [
+        TypeShare(type=name, tensors=figures[0], elements=figures[1], bytes=figures[2])
+        for name, figures in shares.items()
+    ]
+    return Card(
+        path=folder.path,
+        files=len(folder.weights),
+        file_bytes=folder.nbytes,
+        architecture=str(folder.config["model_type"]),
+        name=folder.path.name,
+        quantisation=folder.quantisation or None,
+        parameters=folder.parameters,
+        context_length=_number(text, "max_position_embeddings") or None,
+        embedding_length=_number(text, "hidden_size") or None,
+        layers=_number(text, "num_hidden_layers") or None,
+        heads=_number(text, "num_attention_heads") or None,
+        kv_heads=_number(text, "num_key_value_heads") or _number(text, "num_attention_heads") or None,
+        experts=_number(text, "num_experts") or _number(text, "num_local_experts") or None,
+        vocabulary=_number(text, "vocab_size") or None,
+        tokenizer="tokenizer.json",
+        memory=type(memory),
+        window=memory.window,
+        kv_bytes_per_token=None,
+        chat_template=folder.template or None,
+        types=tuple(sorted(types, key=lambda share: (-share.bytes, share.type))),
     )
 
 
