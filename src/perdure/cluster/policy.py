@@ -224,13 +224,11 @@ class WarmMarks:
         return {mark: self._marks[mark][0] for mark in names}
 
 
-def wanted_replicas(
-    facts: Iterable[ReplicaFacts], *, requests: float, target: float, most_full: float = 0.9
-) -> int:
+def wanted_replicas(facts: Iterable[ReplicaFacts], *, requests: float, target: float) -> int:
     """How many replicas there should be: for so many requests at `target` each, and one more where all have
-    more conversations that go on than `most_full` of their memory holds."""
+    more conversations that go on than nine tenths of their memory holds."""
     full = [each.full for each in facts]
     by_queue = -(-requests // target)
     # One more at a time: what moves to it makes room elsewhere.
-    by_memory = len(full) + 1 if full and requests > 0 and min(full) > most_full else 0
+    by_memory = len(full) + 1 if full and requests > 0 and min(full) > 0.9 else 0
     return max(1, int(by_queue), by_memory)

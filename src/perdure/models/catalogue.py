@@ -54,13 +54,8 @@ class CatalogueModel:
 
     @property
     def memory(self) -> int:
-        """Bytes that it takes with the usual context."""
-        return needed_memory(self.size, self.kv)
-
-
-def needed_memory(size: int, kv: int, n_ctx: int = N_CTX) -> int:
-    """Bytes that a model of that file size takes: weights, keys and values, and the buffers of a step."""
-    return size + kv * n_ctx + _COMPUTE
+        """Bytes that it takes with the usual context: weights, keys and values, and the buffers of a step."""
+        return self.size + self.kv * N_CTX + _COMPUTE
 
 
 def fit_of(needed: int, free: int | None = None) -> FitLevel:

@@ -161,7 +161,7 @@ class Offer:
     size: int
 
 
-def read_offers(source: HubSource, *, endpoint: str | None = None) -> tuple[list[Offer], tuple[Header, ...]]:
+def read_offers(source: HubSource) -> tuple[list[Offer], tuple[Header, ...]]:
     """The models of a repo that fit `source`, from the smallest to the largest, and the headers of one.
 
     Of the files only that many bytes are read: a few MB of the smallest model. In other quantisations a model
@@ -169,7 +169,7 @@ def read_offers(source: HubSource, *, endpoint: str | None = None) -> tuple[list
     """
     from huggingface_hub import HfApi
 
-    api = HfApi(endpoint=endpoint, library_name="perdure")
+    api = HfApi(library_name="perdure")
     with _plainly(source), web() as client:
         info = api.model_info(source.repo, revision=source.revision, timeout=_PATIENCE, files_metadata=True)
         sizes = {each.rfilename: each.size for each in info.siblings or ()}

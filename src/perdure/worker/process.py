@@ -80,11 +80,11 @@ class Process:
         self._kill_reason = self._kill_reason or why
         self._child.kill()
 
-    def wait_exit(self, linger: float = _LINGER) -> ExitInfo:
+    def wait_exit(self) -> ExitInfo:
         """Wait for its end, after so long by force, and give everything back."""
         self.connection.close()
         try:
-            code = self._child.wait(linger)
+            code = self._child.wait(_LINGER)
         except subprocess.TimeoutExpired:
             self._child.kill()
             code = self._child.wait()

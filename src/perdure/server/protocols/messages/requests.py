@@ -222,9 +222,9 @@ class Conversation:
         total = len(self.messages)
         return [KeptPrefix(after=total - before, seconds=mark.seconds) for before, mark in self.marks]
 
-    def _mark(self, given: CacheControl | None, before: int | None = None) -> None:
+    def _mark(self, given: CacheControl | None) -> None:
         if given is not None:
-            self.marks.append((len(self.messages) if before is None else before, given))
+            self.marks.append((len(self.messages), given))
 
     def _add_user(self, role: str, blocks: list[Block], where: str) -> None:
         """Results of tools first: they answer the message before."""

@@ -234,7 +234,7 @@ def custom_input(arguments: str) -> str:
     return given if isinstance(given, str) else arguments
 
 
-def said_items(messages: Sequence[Message], owner: str, custom: frozenset[str] = frozenset()) -> list[Item]:
+def said_items(messages: Sequence[Message], owner: str) -> list[Item]:
     """Messages as items, with ids by their places."""
     found: list[Item] = []
     for message in messages:
@@ -251,7 +251,10 @@ def said_items(messages: Sequence[Message], owner: str, custom: frozenset[str] =
             )
             continue
         if message.role == "assistant":
-            found += _said_by_model(message, owner, number, custom)
+            items = OutputForm(owner).items(message)
+            for at, item in enumerate(items, number):
+                item["id"] = make_item_id(item["id"].partition("_")[0], owner, at, of_input=True)
+            found += items
             continue
         found.append(
             {
@@ -263,14 +266,6 @@ def said_items(messages: Sequence[Message], owner: str, custom: frozenset[str] =
             }
         )
     return found
-
-
-def _said_by_model(message: Message, owner: str, number: int, custom: frozenset[str]) -> list[Item]:
-    form = OutputForm(owner, custom)
-    items = form.items(message)
-    for at, item in enumerate(items):
-        item["id"] = make_item_id(item["id"].partition("_")[0], owner, number + at, of_input=True)
-    return items
 
 
 def _text(item: Mapping[str, Any], name: str, where: str) -> str:
