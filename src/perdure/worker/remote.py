@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Concatenate, Protocol, Unpack
@@ -18,14 +19,11 @@ import numpy as np
 
 from perdure import system
 from perdure.backend import Backend, BackendKeywords, SecondOpening
-from perdure.cache.block import Block
-from perdure.cache.cache_view import BlockInfo, PrefixRun, SlotState
-from perdure.cache.prefix_cache import CacheStats, PrefixCacheCalls
+from perdure.cache.prefix_cache import PrefixCacheCalls
 from perdure.config import QUEUE
 from perdure.decode.embedding import EmbeddingFuture
 from perdure.decode.output_queue import OutputQueue
 from perdure.decode.request import Request
-from perdure.decode.slots import KeptPrefix, Plan, ReuseReport, TierUsage
 from perdure.decode.stream import result_of
 from perdure.engine import registry
 from perdure.engine.adapters import Scales
@@ -33,7 +31,6 @@ from perdure.engine.contract import LoadingKeywords, Tokenizer, Tokens, check_to
 from perdure.errors import InvalidInputError
 from perdure.events.event import Event
 from perdure.events.hub import EventHub, Subscription
-from perdure.identity import Identity
 from perdure.memory import MemorySpec
 from perdure.worker.message_reader import MessageReader
 from perdure.worker.pending_requests import PendingRequests, packed
@@ -220,109 +217,37 @@ def _plain(value: Any) -> Any:
 # Remote prefix cache: `rt.cache` of an engine in another process.
 
 
+def _asked(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[RemotePrefixCache, P], T]:
+    """A call of the cache that is made over there, with the options and defaults that it has there."""
+
+    @wraps(method)
+    def call(self: RemotePrefixCache, /, *args: P.args, **keywords: P.kwargs) -> T:
+        return self.ask("cache", method, *args, **keywords)
+
+    return call
+
+
 class RemotePrefixCache:
     """The calls of `PrefixCache`, made over there."""
 
     def __init__(self, ask: Ask) -> None:
-        self._ask = ask
+        self.ask = ask
 
-    def warm(
-        self,
-        prompt: str | Iterable[int],
-        *,
-        labels: Iterable[str] = (),
-        namespace: str = "",
-        adapters: Scales | None = None,
-    ) -> KeptPrefix:
-        return self._ask(
-            "cache", PrefixCacheCalls.warm, prompt, labels=labels, namespace=namespace, adapters=adapters
-        )
-
-    def records(
-        self,
-        labels: Iterable[str] | None = None,
-        *,
-        namespace: str = "",
-        limit: int | None = None,
-        after: str | None = None,
-    ) -> list[KeptPrefix]:
-        return self._ask(
-            "cache", PrefixCacheCalls.records, labels, namespace=namespace, limit=limit, after=after
-        )
-
-    def blocks(
-        self, *, namespace: str = "", limit: int | None = None, after: str | None = None
-    ) -> list[BlockInfo]:
-        return self._ask("cache", PrefixCacheCalls.blocks, namespace=namespace, limit=limit, after=after)
-
-    def clear(self, labels: Iterable[str] | None = None, *, namespace: str = "") -> int:
-        return self._ask("cache", PrefixCacheCalls.clear, labels, namespace=namespace)
-
-    def plan(self, tokens: Iterable[int], *, namespace: str = "", adapters: Scales | None = None) -> Plan:
-        return self._ask("cache", PrefixCacheCalls.plan, tokens, namespace=namespace, adapters=adapters)
-
-    def wake(
-        self, tokens: Iterable[int], *, namespace: str = "", adapters: Scales | None = None
-    ) -> ReuseReport:
-        return self._ask("cache", PrefixCacheCalls.wake, tokens, namespace=namespace, adapters=adapters)
-
-    def sleep(self, tokens: Iterable[int], *, namespace: str = "", adapters: Scales | None = None) -> None:
-        self._ask("cache", PrefixCacheCalls.sleep, tokens, namespace=namespace, adapters=adapters)
-
-    def save(
-        self,
-        tokens: Iterable[int],
-        *,
-        namespace: str = "",
-        adapters: Scales | None = None,
-        conversation: str = "",
-    ) -> None:
-        self._ask(
-            "cache",
-            PrefixCacheCalls.save,
-            tokens,
-            namespace=namespace,
-            adapters=adapters,
-            conversation=conversation,
-        )
-
-    def pack(
-        self, tokens: Iterable[int], *, namespace: str = "", adapters: Scales | None = None
-    ) -> tuple[Identity, list[Block]]:
-        return self._ask("cache", PrefixCacheCalls.pack, tokens, namespace=namespace, adapters=adapters)
-
-    def unpack(
-        self,
-        identity: Identity,
-        blocks: Sequence[Block],
-        *,
-        namespace: str = "",
-        adapters: Scales | None = None,
-    ) -> int:
-        return self._ask(
-            "cache", PrefixCacheCalls.unpack, identity, blocks, namespace=namespace, adapters=adapters
-        )
-
-    def held(
-        self, tokens: Iterable[int], *, namespace: str = "", adapters: Scales | None = None
-    ) -> dict[str, TierUsage]:
-        return self._ask("cache", PrefixCacheCalls.held, tokens, namespace=namespace, adapters=adapters)
-
-    def runs(
-        self, parent: str | None = None, *, namespace: str = "", limit: int = 100, after: int = 0
-    ) -> list[PrefixRun] | None:
-        return self._ask(
-            "cache", PrefixCacheCalls.runs, parent, namespace=namespace, limit=limit, after=after
-        )
-
-    def slots(self) -> list[SlotState]:
-        return self._ask("cache", PrefixCacheCalls.slots)
-
-    def identity(self) -> Identity:
-        return self._ask("cache", PrefixCacheCalls.identity)
-
-    def stats(self) -> CacheStats:
-        return self._ask("cache", PrefixCacheCalls.stats)
+    warm = _asked(PrefixCacheCalls.warm)
+    records = _asked(PrefixCacheCalls.records)
+    blocks = _asked(PrefixCacheCalls.blocks)
+    clear = _asked(PrefixCacheCalls.clear)
+    plan = _asked(PrefixCacheCalls.plan)
+    wake = _asked(PrefixCacheCalls.wake)
+    sleep = _asked(PrefixCacheCalls.sleep)
+    save = _asked(PrefixCacheCalls.save)
+    pack = _asked(PrefixCacheCalls.pack)
+    unpack = _asked(PrefixCacheCalls.unpack)
+    held = _asked(PrefixCacheCalls.held)
+    runs = _asked(PrefixCacheCalls.runs)
+    slots = _asked(PrefixCacheCalls.slots)
+    identity = _asked(PrefixCacheCalls.identity)
+    stats = _asked(PrefixCacheCalls.stats)
 
 
 # Text and tokens, asked of the engine's process.
