@@ -7,10 +7,10 @@ import re
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -31,6 +31,8 @@ from perdure.errors import PerdureError
 _Key = tuple[str, ...]
 _LIMIT = 4 << 20
 """Characters of reasoning that are remembered."""
+_SHORT = 1024
+"""Characters of a text that is looked through once."""
 _OURS = re.compile(r"call_[0-9a-f]{24}")
 """An id that was drawn here, and so is of one call only."""
 
@@ -79,7 +81,7 @@ class PromptBuilder:
         self._family = family
         self._tokenizer = tokenizer
         self._transcript_cache = TranscriptCache(tokenizer)
-        guard = Guard(tokenizer.guard_field, tokenizer.guard_name)
+        guard = Guard(_once(tokenizer.guard_field), tokenizer.guard_name)
         self._normaliser = MessageNormaliser(template, family.writer, guard)
         self._renderer = TemplateRenderer(template, guard)
         self._rendering_cache = RenderingCache()
@@ -324,6 +326,12 @@ class PromptBuilder:
                 if shared < len(prompt.text):
                     found.update([tokens for chars, tokens in prompt.cuts if chars <= shared][-1:])
         return tuple(sorted(found))
+
+
+def _once(guard: Callable[[str], str]) -> Callable[[str], str]:
+    """A guard that looks through a short text once: those of a history come again with every prompt."""
+    known = lru_cache(maxsize=4096)(guard)
+    return lambda text: known(text) if len(text) <= _SHORT else guard(text)
 
 
 class ReasoningCache:

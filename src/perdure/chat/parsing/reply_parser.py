@@ -138,7 +138,9 @@ class ReplyParser:
     def _read_prose(self, text: str) -> str:
         """Read up to the next marker, and what is left behind it."""
         text, self._held = self._held + text, ""
-        end, marker = self._scanner.first(text)
+        end, marker = len(text), ""
+        if not self._scanner.firsts.isdisjoint(text):
+            end, marker = self._scanner.first(text)
         if self._may_lead and not self.thinking and (start := _first_word(text, end)) is not None:
             self._may_lead = False
             if self._format is not None and text[start] in self._format.leads:
