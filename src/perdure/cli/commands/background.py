@@ -49,7 +49,7 @@ def start(context: typer.Context) -> None:
         raise PerdureError(f"a server runs already, at {running.address}: `perdure stop` ends it")
     folder = _folder()
     log = folder / "server.log"
-    with _claimed() as claim, open(log, "w", encoding="utf-8", opener=_private) as output:
+    with _claimed() as claim, open(log, "w", encoding="utf-8", opener=private) as output:
         child = subprocess.Popen(
             system.isolated_python("-m", "perdure.cli", "serve", *context.args),
             stdin=subprocess.DEVNULL,
@@ -74,7 +74,7 @@ def start(context: typer.Context) -> None:
         log=str(log),
         since=time.time(),
     )
-    with open(folder / "server.json", "w", encoding="utf-8", opener=_private) as file:
+    with open(folder / "server.json", "w", encoding="utf-8", opener=private) as file:
         json.dump(asdict(server), file)
     model = server.model.removesuffix(", in a process of its own")
     typer.echo(f"{server.address} serves {model}; `perdure stop` ends it")
@@ -202,7 +202,7 @@ def _claimed() -> Iterator[int]:
         os.close(handle)
 
 
-def _private(path: str, flags: int) -> int:
+def private(path: str, flags: int) -> int:
     """Opens a file for its owner alone."""
     return os.open(path, flags, 0o600)
 

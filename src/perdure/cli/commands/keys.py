@@ -17,6 +17,14 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Keys of a server: who may use it, until when, and how much.", no_args_is_help=True)
 
+_LIMITS = {
+    "requests_per_minute": "requests a minute",
+    "tokens_per_day": "tokens a day",
+    "sessions": "sessions",
+    "stored_bytes": "bytes stored",
+}
+"""What a key may be limited to."""
+
 File = Annotated[
     Path | None,
     typer.Option(
@@ -108,14 +116,7 @@ def list_(file: File = None, store: StoreFolder = None, as_json: Json = False) -
         return
     for key in keys:
         limits = [f"expires {key.expires}"] if key.expires else []
-        if key.requests_per_minute:
-            limits.append(f"{key.requests_per_minute} requests a minute")
-        if key.tokens_per_day:
-            limits.append(f"{key.tokens_per_day} tokens a day")
-        if key.sessions:
-            limits.append(f"{key.sessions} sessions")
-        if key.stored_bytes:
-            limits.append(f"{key.stored_bytes} bytes stored")
+        limits += [f"{most} {words}" for name, words in _LIMITS.items() if (most := getattr(key, name))]
         terminal.write_line(f"{key.id}  {key.namespace:<20}  {', '.join(limits)}".rstrip(), indent=36)
     if not keys:
         terminal.write_line(f"no keys in {where}; `perdure keys add NAMESPACE {option}` makes one")
@@ -292,12 +293,4 @@ def _day(text: str | None) -> str | None:
 
 
 def _plain(key: Key) -> dict[str, Any]:
-    return {
-        "id": key.id,
-        "namespace": key.namespace,
-        "expires": key.expires,
-        "requests_per_minute": key.requests_per_minute,
-        "tokens_per_day": key.tokens_per_day,
-        "sessions": key.sessions,
-        "stored_bytes": key.stored_bytes,
-    }
+    return {name: getattr(key, name) for name in ("id", "namespace", "expires", *_LIMITS)}

@@ -22,6 +22,7 @@ from typing import Annotated, Any
 import typer
 
 from perdure.cli.commands.agents.why import Key, Url, ask
+from perdure.cli.commands.background import current, private
 
 _NO_KEY = "none"
 """What clients that insist on a key get where the server needs none."""
@@ -258,7 +259,7 @@ def launch(
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     for name, content in setup.files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with open(folder / name, "w", encoding="utf-8", opener=_private) as file:
+        with open(folder / name, "w", encoding="utf-8", opener=private) as file:
             json.dump(content, file, indent=2)
     ended = subprocess.run(
         [os.path.abspath(program), *arguments[1:]],
@@ -271,7 +272,6 @@ def launch(
 
 def _target(url: str | None, key: str | None, model: str | None, folder: Path, *, may_start: bool) -> Target:
     from perdure import system
-    from perdure.cli.commands.background import current
     from perdure.errors import PerdureError
 
     if url is None and current() is None:
@@ -300,8 +300,3 @@ def _print(setup: Setup, arguments: list[str], folder: Path) -> None:
     for name, value in setup.environment.items():
         typer.echo(f"export {name}={shlex.quote(value)}")
     typer.echo(shlex.join(arguments))
-
-
-def _private(path: str, flags: int) -> int:
-    """Opens a file for its owner alone."""
-    return os.open(path, flags, 0o600)
