@@ -462,3 +462,17 @@ def test_what_an_adapter_file_says_of_itself(zoo_path: Path_) -> None:
         "llama",
         [1, 2],
     )
+
+
+def test_files_of_adapters_are_found_by_name_alone() -> None:
+    """What a kept turn says of adapters may be somebody's text: it names no file."""
+    names, default = {"calm": "/a/calm.gguf"}, {"/b.gguf": 2.0}
+    table = AdapterTable(ToyModel().adapter, names=names, default=default)
+    assert table.files(None) == default
+    assert table.files({"calm@1-2": 0.5}) == {"/a/calm.gguf@1-2": 0.5}
+    assert table.files({}) == {}
+    for source in ("/etc/passwd", "other", "/a/calm.gguf"):
+        with pytest.raises(ModelNotFoundError, match="there is no adapter"):
+            table.files({source: 1.0})
+    with pytest.raises(InvalidInputError, match="finite number"):
+        table.files({"calm": float("inf")})

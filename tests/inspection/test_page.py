@@ -16,8 +16,10 @@ from perdure.backend import LocalBackend
 from perdure.cache.tiers.places import DirectoryPlace
 from perdure.cache.tiers.shared import SharedTier
 from perdure.cli import main
+from perdure.engine.adapters import PLAIN, AdapterTable
 from perdure.inspection.analysis import ReplyFigures, analyse, check_memory, examine, needed_bytes
 from perdure.inspection.page import page_of
+from perdure.inspection.vectors import write_vector
 from perdure.models import read_parts
 from perdure.models.fit import Sizes
 
@@ -132,6 +134,32 @@ def test_a_turn_tells_what_its_reply_has_told(zoo_path: ZooPath, tmp_path: Path)
     assert other.tiers == one.tiers
     assert other.tier_seconds == pytest.approx(one.tier_seconds, abs=1e-5)
     assert dict(other.seconds) == pytest.approx(dict(one.seconds), abs=2e-3)
+
+
+def test_a_reply_is_looked_into_with_the_adapters_that_it_was_written_with(
+    zoo_path: ZooPath, tmp_path: Path
+) -> None:
+    """Its surprise is what the runtime itself says with that control vector."""
+    model = Model(zoo_path("llama"))
+    tokens = model.tokenize("a text of some length")
+    hidden = model.trace(tokens, what="hidden").hidden
+    assert hidden is not None
+    file = str(tmp_path / "v.gguf")
+    write_vector(file, 3 * hidden[1:, -1], model.info.architecture)
+    adapters = AdapterTable(model.adapter).resolve({file: 1.0}, tokens)
+    found, plain = (
+        examine(model, tokens, prompt=4, title="t", figures=ReplyFigures(), adapters=each, threads=1)
+        for each in (adapters, PLAIN)
+    )
+    with perdure.open(model, n_ctx=512, slots=1, threads=1) as rt:
+        reply = rt.generate(tokens, prompt_logprobs=0, max_tokens=1, temperature=0, adapters={file: 1.0})
+    assert reply.prompt_logprobs is not None
+    expected = [each.logprob for each in reply.prompt_logprobs if each is not None]
+    surprise, without = (
+        [each.logprob for each in one.measures if each is not None] for one in (found, plain)
+    )
+    assert surprise == pytest.approx(expected[-len(surprise) :], abs=2e-2)
+    assert surprise != pytest.approx(without, abs=2e-2)
 
 
 def test_a_hostile_text_stays_text(zoo_path: ZooPath) -> None:

@@ -16,7 +16,7 @@ from decode.observed import toy
 from perdure import ContextOverflow, EngineError
 from perdure.backend import SecondOpening
 from perdure.inspection.analysis import ReplyFigures
-from perdure.inspection.process import AnalysisJob, AnalysisProcess
+from perdure.inspection.process import AnalysisJob, AnalysisPage, AnalysisProcess, AnalysisProgress
 from perdure.server.core.keys import Keys, new_key
 from server.live_server import PATIENCE, LiveServer, hello, live_server, opened
 
@@ -110,8 +110,17 @@ def test_what_cannot_be_looked_into_is_a_plain_error(place: Place) -> None:
     assert refused(alice, "/v1/sessions/unanswered/turns/1/analysis") == (409, "nothing_to_analyse")
 
 
-def test_one_at_a_time_and_it_ends_with_its_client_c8(place: Place) -> None:
+def test_one_at_a_time_and_it_ends_with_its_client_c8(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """C8: others are answered meanwhile, and whoever leaves makes room for the next."""
+    told: list[object] = []
+    run = AnalysisProcess.run
+
+    def watched(process: AnalysisProcess) -> Iterator[AnalysisProgress | AnalysisPage]:
+        for each in run(process):
+            told.append(each)
+            yield each
+
+    monkeypatch.setattr(AnalysisProcess, "run", watched)
     running = events(place.alice, FIRST)
     assert next(running)["stage"] == "model"
     with place.server.client(place.bob.headers["authorization"].removeprefix("Bearer ")) as bob:
@@ -128,6 +137,8 @@ def test_one_at_a_time_and_it_ends_with_its_client_c8(place: Place) -> None:
         while place.server.app_state.life.analysis is not None:
             assert time.monotonic() < end, "the analysis goes on for nobody"
             time.sleep(0.01)
+        assert told
+        assert not any(isinstance(each, AnalysisPage) for each in told)
 
 
 def test_a_model_whose_file_is_gone_is_an_error_and_replies_go_on(place: Place) -> None:
