@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -113,14 +114,21 @@ def test_what_cannot_be_looked_into_is_a_plain_error(place: Place) -> None:
 def test_one_at_a_time_and_it_ends_with_its_client_c8(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """C8: others are answered meanwhile, and whoever leaves makes room for the next."""
     told: list[object] = []
-    run = AnalysisProcess.run
+    run, cancel, cancelled = AnalysisProcess.run, AnalysisProcess.cancel, threading.Event()
 
     def watched(process: AnalysisProcess) -> Iterator[AnalysisProgress | AnalysisPage]:
         for each in run(process):
             told.append(each)
             yield each
+            # However fast it is: it goes on when its client has left.
+            assert cancelled.wait(PATIENCE)
+
+    def cancelling(process: AnalysisProcess) -> None:
+        cancel(process)
+        cancelled.set()
 
     monkeypatch.setattr(AnalysisProcess, "run", watched)
+    monkeypatch.setattr(AnalysisProcess, "cancel", cancelling)
     running = events(place.alice, FIRST)
     assert next(running)["stage"] == "model"
     with place.server.client(place.bob.headers["authorization"].removeprefix("Bearer ")) as bob:

@@ -128,6 +128,8 @@ class AnalysisProcess:
         except OSError:
             raise self._died(child) from None
         for line in child.stdout:
+            if self._cancelled:
+                break
             try:
                 message = json.loads(line)
             except ValueError:
