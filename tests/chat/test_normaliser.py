@@ -120,6 +120,33 @@ def test_nothing_is_dropped_in_silence(path: Path) -> None:
             assert missing == [], (name, bool(tools), given.notes, text[-1500:])
 
 
+@pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
+def test_a_plain_conversation_is_normalised_as_any_other(path: Path) -> None:
+    """Plain messages take a short way. A choice about reasoning has them go the long one, to the same end."""
+    found = template(path)
+    normaliser = MessageNormaliser(found, detect(found.source).writer, UNGUARDED)
+    answer, thought = assistant("zqanswer"), assistant("zqanswer", reasoning="zqthought")
+    conversations = [messages for messages, _ in CONVERSATIONS.values()]
+    conversations.append([USER, assistant("zqbeside", call(1, "zqbroken{"))])
+    for start in ([], [said("system", "zqsystem")], [said("system", "zqfirst")] * 2):
+        conversations += [[*start, USER], [*start, USER, answer, AGAIN], [*start, USER, thought, AGAIN]]
+        conversations += [[*start, USER, AGAIN], [*start, answer], [*start, USER, answer, answer]]
+    for messages in map(parse_messages, conversations):
+        short = normaliser.normalise(messages)
+        switched = normaliser.normalise(messages, keep_reasoning=False)
+        assert (short.messages, short.tools, short.notes) == (
+            switched.messages,
+            switched.tools,
+            switched.notes,
+        )
+        for count in range(1, len(messages)):
+            first = messages[:count]
+            if normaliser.normalise(first).messages == first and not any(each.tool_calls for each in first):
+                assert normaliser.normalise(messages, settled=count) == short
+        switch = normaliser.capabilities(with_tools=False).switch
+        assert short.variables.keys() == switched.variables.keys() - ({switch[0]} if switch else set())
+
+
 def test_the_reply_says_what_was_written_instead() -> None:
     """Of ChatML, which shows neither tools nor calls."""
     messages = [said("developer", "Be brief."), USER, assistant(None, call(1)), result(1)]

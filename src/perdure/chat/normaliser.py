@@ -72,9 +72,11 @@ class MessageNormaliser:
         *,
         keep_reasoning: bool | None = None,
         now: datetime | None = None,
+        settled: int = 0,
     ) -> Normalised:
+        """Messages, of which the first `settled` have no calls and were seen to stay as they are."""
         shown = self.capabilities(with_tools=bool(tools))
-        if not tools and keep_reasoning is None and _is_plain(messages, shown):
+        if not tools and keep_reasoning is None and _is_plain(messages, shown, settled):
             return Normalised(tuple(messages), (), {}, ())
         work = _Normalising(shown, self._writer, self._guard)
         said = work.leading(messages)
@@ -331,11 +333,12 @@ class _Normalising:
         return {}
 
 
-def _is_plain(messages: Sequence[Message], shown: Capabilities) -> bool:
+def _is_plain(messages: Sequence[Message], shown: Capabilities, settled: int) -> bool:
     """Whether messages stay as they are: at most one of the system, at the start, then the user and the
     assistant in turn, without calls. Almost all are so, and whole histories come again and again."""
+    messages = messages[max(0, settled - 1) :]
     roles = list(map(attrgetter("role"), messages))
-    start = roles[:1] == ["system"]
+    start = not settled and roles[:1] == ["system"]
     return (
         shown.tools in ("tools", "with system", "none", "xml_tools")
         and (not start or shown.system)

@@ -120,7 +120,8 @@ class PromptBuilder:
         if self._markers is not None:
             messages = tuple(map(self._with_reasoning_apart, messages))
         prefill = Prefill.of(messages, self._family) if options.continue_final_message else None
-        normalised = self._normalised(messages, options)
+        settled = len(before.messages) if before is not None and before.begins(messages) else 0
+        normalised = self._normalised(messages, options, settled)
         if before is None and known is None:
             before = self._rendering_cache.lookup(normalised.messages, namespace)
             if before is not None:
@@ -212,10 +213,14 @@ class PromptBuilder:
 
     # Text.
 
-    def _normalised(self, messages: Sequence[Message], options: ChatOptions) -> Normalised:
+    def _normalised(self, messages: Sequence[Message], options: ChatOptions, settled: int = 0) -> Normalised:
         """Messages and tools as the template takes them, and all variables."""
         normalised = self._normaliser.normalise(
-            messages, options.tools, keep_reasoning=options.keep_reasoning, now=options.now
+            messages,
+            options.tools,
+            keep_reasoning=options.keep_reasoning,
+            now=options.now,
+            settled=settled,
         )
         if not options.variables:
             return normalised
