@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.cache.block import Block, BlockId, BlockMeta
+from perdure.cache.block import Block, BlockId, BlockMeta, block_id_of
 from perdure.cache.kept_prefixes import KeptPrefixes, drop_plan
-from perdure.cache.prefix_search import ANY_TOKEN, SortedKeys, beginnings, continuations, key_of
-from perdure.cache.tiers.encryption import PLAIN_ROWS, RowFormat
+from perdure.cache.prefix_search import ANY_TOKEN, beginnings, continuations
+from perdure.cache.tiers.encryption import KnownChildren
 from perdure.decode.slots import KeptPrefix
 from perdure.errors import InvalidInputError
 from perdure.store.index import Index
@@ -23,6 +20,71 @@ from perdure.store.index import Index
 _KNOWN = 65_536
 """Blocks of an encrypted folder whose place among their siblings is remembered: some 40 MB."""
 _SELECT = "SELECT id, parent, start, tokens, has_rest, nbytes FROM block"
+
+
+class RowFormat(Protocol):
+    """How blocks and kept prefixes stand in the rows of an index."""
+
+    ordered: bool
+    """Whether rows are in the order of their tokens."""
+
+    def name(self, block: bytes) -> bytes:
+        """What stands for an id."""
+        ...
+
+    def pack(self, block: bytes, parent: bytes, tokens: bytes) -> bytes:
+        """What stands in the column of tokens."""
+        ...
+
+    def unpack(self, name: bytes, parent: bytes, packed: bytes) -> tuple[BlockId, BlockId, bytes] | None:
+        """The id, the parent and the tokens of a row; None where it does not prove itself."""
+        ...
+
+    def prefix(self, root: bytes, tokens: bytes) -> tuple[bytes, bytes]:
+        """What stands for a prefix, and in its column of tokens."""
+        ...
+
+    def open_prefix(self, name: bytes, packed: bytes) -> tuple[bytes, bytes] | None:
+        """The root and the tokens of a prefix."""
+        ...
+
+    def text(self, text: str) -> str:
+        """What stands for a namespace or a label."""
+        ...
+
+    def open_text(self, packed: str) -> str | None: ...
+
+
+class PlainRows:
+    """Rows that say what is in them."""
+
+    ordered = True
+
+    def name(self, block: bytes) -> bytes:
+        return block
+
+    def pack(self, block: bytes, parent: bytes, tokens: bytes) -> bytes:
+        return tokens
+
+    def unpack(self, name: bytes, parent: bytes, packed: bytes) -> tuple[BlockId, BlockId, bytes] | None:
+        if len(packed) % 4 or block_id_of(parent, packed) != name:
+            return None
+        return BlockId(name), BlockId(parent), packed
+
+    def prefix(self, root: bytes, tokens: bytes) -> tuple[bytes, bytes]:
+        return root, tokens
+
+    def open_prefix(self, name: bytes, packed: bytes) -> tuple[bytes, bytes] | None:
+        return None if len(packed) % 4 else (name, packed)
+
+    def text(self, text: str) -> str:
+        return text
+
+    def open_text(self, packed: str) -> str | None:
+        return packed
+
+
+PLAIN_ROWS = PlainRows()
 
 
 class BlockTable:
@@ -43,9 +105,10 @@ class BlockTable:
         """What a block is worth that is used at a time of the clock."""
         self._touched: dict[BlockId, int] = {}
         self._chains: _Chains | None = None
-        # Only whoever writes hears of all changes.
-        self._children = _KnownChildren(0 if index.readonly else _KNOWN)
         """Of which chain each block is; known from when it is first asked for, when room is short."""
+        # Only whoever writes hears of all changes.
+        self._children = None if rows.ordered else KnownChildren(0 if index.readonly else _KNOWN)
+        """Where rows are not in the order of their tokens."""
         self._starts: set[BlockId] | None = None
         """Names of where chains start, or two of them; known from when it is first asked for."""
         self._count, self.nbytes = self._total("blocks"), self._total("nbytes")
@@ -73,7 +136,7 @@ class BlockTable:
 
     def children(self, parent: BlockId, *, start: bytes = b"", back: bool = False) -> Iterator[BlockMeta]:
         """The blocks that follow `parent`, by their tokens' bytes: from `start` on, or back from it."""
-        if not self._format.ordered:
+        if self._children is not None:
             yield from self._children.of(parent, start, back, self._read_children)
             return
         within, order, limit = ("<=", "tokens DESC", 1) if back else (">=", "tokens", 1)
@@ -153,7 +216,7 @@ class BlockTable:
         """A transaction that changes blocks, and the totals with them."""
         before = self._count, self.nbytes
         try:
-            with self._children.changing(), self._index.writing():
+            with self._children.changing() if self._children else nullcontext(), self._index.writing():
                 yield
                 for name, value in (
                     ("blocks", self._count),
@@ -175,7 +238,7 @@ class BlockTable:
         self.nbytes += more
         if self._chains is not None:
             self._chains.add(block.id, block.parent, more, self._clock)
-        if not self._format.ordered:
+        if self._children is not None:
             self._children.add(_meta(block, size, self._tier))
         if self._starts is not None and not block.start and len(self._starts) < 2:
             self._starts.add(BlockId(self._format.name(block.parent)))
@@ -204,11 +267,13 @@ class BlockTable:
             self.nbytes -= _number(nbytes)
             if self._chains is not None:
                 self._chains.remove(block, _number(nbytes))
-            self._children.remove(block)
+            if self._children is not None:
+                self._children.remove(block)
 
     def clear(self) -> None:
         self._index.run("DELETE FROM block")
-        self._children.forget()
+        if self._children is not None:
+            self._children.forget()
         self._count = self.nbytes = 0
         self._chains = self._starts = None
 
@@ -239,7 +304,8 @@ class BlockTable:
         new = [entry for name, entry in there.items() if rows[name][0] not in known]
         wrong = [entry for name, entry in there.items() if known.get(rows[name][0], rows[name]) != rows[name]]
         with self.writing():
-            self._children.forget()
+            if self._children is not None:
+                self._children.forget()
             for name in missing:
                 self._index.run("DELETE FROM block WHERE id = ?", name)
             for entry in [*new, *wrong]:
@@ -292,97 +358,6 @@ def _number(value: Any) -> int:
 def _meta(block: Block | BlockMeta, size: int, tier: str) -> BlockMeta:
     tokens, has_tail_state = block.tokens, block.has_tail_state
     return BlockMeta(block.id, block.parent, block.start, tokens, has_tail_state, size, tier)
-
-
-class _KnownChildren:
-    """What follows blocks, in the order of its tokens, where the rows of a table are in none: what follows a
-    block is read once, and then changes with the table.
-
-    Always holds: what is known of a block is what the table has, unless a transaction is going on; a child
-    that is there and not known costs a hit, and never gives a wrong one.
-    """
-
-    def __init__(self, most: int) -> None:
-        """`most` children are remembered."""
-        self._most = most
-        self._lock = threading.Lock()
-        self._known: OrderedDict[BlockId, SortedKeys[BlockMeta]] = OrderedDict()
-        self._places: dict[BlockId, tuple[BlockId, bytes]] = {}
-        """By child: its parent and its key."""
-        self._changes = 0
-        """Odd while a transaction goes on."""
-
-    def of(
-        self, parent: BlockId, start: bytes, back: bool, read: Callable[[BlockId], Iterable[BlockMeta]]
-    ) -> Iterator[BlockMeta]:
-        """The children of `parent` from `start` on, or back from it; `read` reads all of them."""
-        with self._lock:
-            children, before = self._known.get(parent), self._changes
-            if children is not None:
-                self._known.move_to_end(parent)
-        if children is None:
-            children = SortedKeys()
-            for meta in read(parent):
-                children.add(key_of(meta.tokens), meta)
-            self._learn(parent, children, before)
-        limit, last = 1, None
-        while True:
-            with self._lock:
-                walk = (meta for meta in children.walk(start, back=back) if meta.id != last)
-                metas = list(itertools.islice(walk, limit))
-            yield from metas
-            if len(metas) < limit:
-                return
-            # Who wants more than the first wants perhaps all.
-            start, last, limit = key_of(metas[-1].tokens), metas[-1].id, 64
-
-    def _learn(self, parent: BlockId, children: SortedKeys[BlockMeta], before: int) -> None:
-        with self._lock:
-            if self._changes != before or before % 2 or parent in self._known or len(children) >= self._most:
-                return
-            self._known[parent] = children
-            for meta in children.walk():
-                self._places[meta.id] = parent, key_of(meta.tokens)
-            self._keep_bound()
-
-    def _keep_bound(self) -> None:
-        while len(self._places) > self._most:
-            _, dropped = self._known.popitem(last=False)
-            for meta in dropped.walk():
-                self._places.pop(meta.id, None)
-
-    @contextmanager
-    def changing(self) -> Iterator[None]:
-        """A transaction. What is read meanwhile is not believed later; after one that failed, nothing is."""
-        with self._lock:
-            self._changes += 1
-        try:
-            yield
-        except BaseException:
-            self.forget()
-            raise
-        finally:
-            with self._lock:
-                self._changes += 1
-
-    def add(self, meta: BlockMeta) -> None:
-        with self._lock:
-            if (children := self._known.get(meta.parent)) is not None:
-                key = key_of(meta.tokens)
-                children.add(key, meta)
-                self._places[meta.id] = meta.parent, key
-                self._keep_bound()
-
-    def remove(self, block: BlockId) -> None:
-        with self._lock:
-            if (place := self._places.pop(block, None)) is not None:
-                parent, key = place
-                self._known[parent].remove(key)
-
-    def forget(self) -> None:
-        with self._lock:
-            self._known.clear()
-            self._places.clear()
 
 
 class _Chains:

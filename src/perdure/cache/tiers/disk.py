@@ -17,12 +17,10 @@ from perdure.atomic import TEMPORARY, make_folder, sync_folder, translate_os_err
 from perdure.cache.block import Block, BlockId, BlockMeta
 from perdure.cache.tiers.base import BlockTier
 from perdure.cache.tiers.block_folder import NAME, BlockFolder
-from perdure.cache.tiers.block_index import BlockTable, PrefixTable
+from perdure.cache.tiers.block_index import PLAIN_ROWS, BlockTable, PrefixTable, RowFormat
 from perdure.cache.tiers.encryption import (
     MARK,
-    PLAIN_ROWS,
     Encryption,
-    RowFormat,
     SealedRows,
     check_mark,
     read_mark,

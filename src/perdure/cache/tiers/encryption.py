@@ -16,15 +16,20 @@ where NAME is made of the block's id by the key: who has the disk can neither re
 from __future__ import annotations
 
 import hmac
+import itertools
 import json
 import secrets
-from collections.abc import Callable
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from perdure.atomic import sync_folder, translate_os_errors, write_file
-from perdure.cache.block import BlockId, block_id_of
+from perdure.cache.block import BlockId, BlockMeta, block_id_of
+from perdure.cache.prefix_search import SortedKeys, key_of
 from perdure.errors import InvalidInputError, StoreError, StoreKeyError
 
 MARK = "encrypted.json"
@@ -190,70 +195,8 @@ def _check(seal: Seal) -> str:
 # Rows of an index.
 
 
-class RowFormat(Protocol):
-    """How blocks and kept prefixes stand in the rows of an index."""
-
-    ordered: bool
-    """Whether rows are in the order of their tokens."""
-
-    def name(self, block: bytes) -> bytes:
-        """What stands for an id."""
-        ...
-
-    def pack(self, block: bytes, parent: bytes, tokens: bytes) -> bytes:
-        """What stands in the column of tokens."""
-        ...
-
-    def unpack(self, name: bytes, parent: bytes, packed: bytes) -> tuple[BlockId, BlockId, bytes] | None:
-        """The id, the parent and the tokens of a row; None where it does not prove itself."""
-        ...
-
-    def prefix(self, root: bytes, tokens: bytes) -> tuple[bytes, bytes]:
-        """What stands for a prefix, and in its column of tokens."""
-        ...
-
-    def open_prefix(self, name: bytes, packed: bytes) -> tuple[bytes, bytes] | None:
-        """The root and the tokens of a prefix."""
-        ...
-
-    def text(self, text: str) -> str:
-        """What stands for a namespace or a label."""
-        ...
-
-    def open_text(self, packed: str) -> str | None: ...
-
-
-class PlainRows:
-    """Rows that say what is in them."""
-
-    ordered = True
-
-    def name(self, block: bytes) -> bytes:
-        return block
-
-    def pack(self, block: bytes, parent: bytes, tokens: bytes) -> bytes:
-        return tokens
-
-    def unpack(self, name: bytes, parent: bytes, packed: bytes) -> tuple[BlockId, BlockId, bytes] | None:
-        if len(packed) % 4 or block_id_of(parent, packed) != name:
-            return None
-        return BlockId(name), BlockId(parent), packed
-
-    def prefix(self, root: bytes, tokens: bytes) -> tuple[bytes, bytes]:
-        return root, tokens
-
-    def open_prefix(self, name: bytes, packed: bytes) -> tuple[bytes, bytes] | None:
-        return None if len(packed) % 4 else (name, packed)
-
-    def text(self, text: str) -> str:
-        return text
-
-    def open_text(self, packed: str) -> str | None:
-        return packed
-
-
 class SealedRows:
-    """Rows that only the key can read."""
+    """Rows of an index that only the key can read: a `RowFormat` (`block_index.py`)."""
 
     ordered = False
 
@@ -295,4 +238,92 @@ class SealedRows:
         return None if data is None else data.decode()
 
 
-PLAIN_ROWS = PlainRows()
+class KnownChildren:
+    """What follows blocks, in the order of its tokens, where the rows of a table are in none: what follows a
+    block is read once, and then changes with the table.
+
+    Always holds: what is known of a block is what the table has, unless a transaction is going on; a child
+    that is there and not known costs a hit, and never gives a wrong one.
+    """
+
+    def __init__(self, most: int) -> None:
+        """`most` children are remembered."""
+        self._most = most
+        self._lock = threading.Lock()
+        self._known: OrderedDict[BlockId, SortedKeys[BlockMeta]] = OrderedDict()
+        self._places: dict[BlockId, tuple[BlockId, bytes]] = {}
+        """By child: its parent and its key."""
+        self._changes = 0
+        """Odd while a transaction goes on."""
+
+    def of(
+        self, parent: BlockId, start: bytes, back: bool, read: Callable[[BlockId], Iterable[BlockMeta]]
+    ) -> Iterator[BlockMeta]:
+        """The children of `parent` from `start` on, or back from it; `read` reads all of them."""
+        with self._lock:
+            children, before = self._known.get(parent), self._changes
+            if children is not None:
+                self._known.move_to_end(parent)
+        if children is None:
+            children = SortedKeys()
+            for meta in read(parent):
+                children.add(key_of(meta.tokens), meta)
+            self._learn(parent, children, before)
+        limit, last = 1, None
+        while True:
+            with self._lock:
+                walk = (meta for meta in children.walk(start, back=back) if meta.id != last)
+                metas = list(itertools.islice(walk, limit))
+            yield from metas
+            if len(metas) < limit:
+                return
+            # Who wants more than the first wants perhaps all.
+            start, last, limit = key_of(metas[-1].tokens), metas[-1].id, 64
+
+    def _learn(self, parent: BlockId, children: SortedKeys[BlockMeta], before: int) -> None:
+        with self._lock:
+            if self._changes != before or before % 2 or parent in self._known or len(children) >= self._most:
+                return
+            self._known[parent] = children
+            for meta in children.walk():
+                self._places[meta.id] = parent, key_of(meta.tokens)
+            self._keep_bound()
+
+    def _keep_bound(self) -> None:
+        while len(self._places) > self._most:
+            _, dropped = self._known.popitem(last=False)
+            for meta in dropped.walk():
+                self._places.pop(meta.id, None)
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """A transaction. What is read meanwhile is not believed later; after one that failed, nothing is."""
+        with self._lock:
+            self._changes += 1
+        try:
+            yield
+        except BaseException:
+            self.forget()
+            raise
+        finally:
+            with self._lock:
+                self._changes += 1
+
+    def add(self, meta: BlockMeta) -> None:
+        with self._lock:
+            if (children := self._known.get(meta.parent)) is not None:
+                key = key_of(meta.tokens)
+                children.add(key, meta)
+                self._places[meta.id] = meta.parent, key
+                self._keep_bound()
+
+    def remove(self, block: BlockId) -> None:
+        with self._lock:
+            if (place := self._places.pop(block, None)) is not None:
+                parent, key = place
+                self._known[parent].remove(key)
+
+    def forget(self) -> None:
+        with self._lock:
+            self._known.clear()
+            self._places.clear()
