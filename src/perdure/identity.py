@@ -16,7 +16,7 @@ from perdure.config import settings
 from perdure.errors import InvalidInputError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Identity:
     """A value that two contexts share exactly when each can use the other's state.
 
@@ -46,9 +46,10 @@ class Identity:
             if not isinstance(value, str) or not value:
                 raise InvalidInputError(f"identity field {field.name!r} must be a text that is not empty")
 
-    @property
+    @functools.cached_property
     def digest(self) -> bytes:
-        return _digest(self)
+        # Asked for several times a request.
+        return hashlib.sha256(self.to_json()).digest()
 
     def to_json(self) -> bytes:
         return json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":")).encode()
@@ -67,12 +68,6 @@ class Identity:
             if getattr(self, field.name) != getattr(other, field.name):
                 return field.name
         return None
-
-
-@functools.lru_cache(maxsize=256)
-def _digest(identity: Identity) -> bytes:
-    # Asked for several times a request.
-    return hashlib.sha256(identity.to_json()).digest()
 
 
 _CHUNK = 1 << 22

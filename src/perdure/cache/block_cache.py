@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias, TypeVar
@@ -49,6 +48,8 @@ Ids = NDArray[np.int32]
 E = TypeVar("E", bound=AnyBlock)
 _IDENTITIES = 256
 """Identities that are remembered, to say what changed."""
+_ROOTS = 1024
+"""Starts of chains that are remembered."""
 _Range: TypeAlias = tuple[BlockId, int, int]
 """A block to be: what it follows, where it starts and where it ends."""
 
@@ -111,6 +112,8 @@ class BlockCache:
         self._row_bytes = self._tail_bytes = 0
         self._captured = False
         self._identities: dict[bytes, Identity] = {}
+        self._roots: dict[tuple[bytes, str, str, bool], BlockId] = {}
+        """Where chains start: to hash an identity takes longer than to look."""
 
     @property
     def memory(self) -> str:
@@ -138,7 +141,7 @@ class BlockCache:
         far as they are new and there is room. `use` says whose they are."""
         adapters = self._context.adapters_of(seq)
         use = use or Use(namespace)
-        self._store(seq, self.root(namespace, adapters.held(length)), checkpoints, length, use)
+        self._store(seq, self.root(namespace, adapters, length), checkpoints, length, use)
         if adapters.before is not None and adapters.start < length:
             # The next prompt may switch the adapter on elsewhere, and have in common what comes before both.
             start = int(adapters.start)
@@ -310,7 +313,16 @@ class BlockCache:
         # What was computed in steps of other sizes, or by another number of threads, is other bits.
         threads = self._context.capabilities.threads
         mode = self.memory + (f"/exact by {threads}" if self._exact else "")
-        return _root_id(identity, self._size, mode, namespace, by_token=self.rule.cuts_blocks)
+        key = identity.digest, mode, namespace, self.rule.cuts_blocks
+        if (root := self._roots.get(key)) is None:
+            if len(self._roots) >= _ROOTS:
+                self._roots.clear()
+            if self.rule.cuts_blocks:
+                # Rows by token are the same in however many streams.
+                identity = dataclasses.replace(identity, layout="by token")
+            root = root_id(identity, block_size=self._size, mode=mode, namespace=namespace)
+            self._roots[key] = root
+        return root
 
     def lookup(self, tokens: Ids, namespace: str, adapters: AdapterSet | None = None) -> PrefixHit:
         """The longest prefix of `tokens` that can be put back."""
@@ -480,14 +492,6 @@ class BlockCache:
             self.tiers.memory.store(block)
         if instead:
             self.tiers.store_lower(instead)
-
-
-@functools.lru_cache(maxsize=1024)
-def _root_id(identity: Identity, size: int, mode: str, namespace: str, *, by_token: bool) -> BlockId:
-    if by_token:
-        # Rows by token are the same in however many streams.
-        identity = dataclasses.replace(identity, layout="by token")
-    return root_id(identity, block_size=size, mode=mode, namespace=namespace)
 
 
 def _width(block: Block) -> int | None:

@@ -517,7 +517,9 @@ def make_group(
     if request.ignore_eos:
         sampling = sampling.without(sorted(model.ends))
     sampling.check(context.n_vocab)
-    chosen = adapters.choose(request.adapters, ids)
+    chosen = None
+    if request.adapters is not None or adapters.default is not None:
+        chosen = adapters.choose(request.adapters, ids)
     group = SequenceGroup(len(ids), canceller, deadline)
     group.rank = Rank.IDLE if request.idle else _RANKS[request.priority]
     for index in range(request.n):

@@ -182,10 +182,11 @@ class AdapterTable:
                     "a name of an adapter has letters, digits, dots, dashes and underscores, and is no file: "
                     f"{name!r}"
                 )
-        self._default = None if default is None else dict(default)
+        self.default = None if default is None else dict(default)
+        """For who names none; None: what the context has."""
         self._loaded: dict[tuple[object, tuple[int, int] | None], Adapter] = {}
         self._lock = threading.Lock()
-        self.resolve(self._default or {})
+        self.resolve(self.default or {})
         for name in self._names:
             self._find(name)
 
@@ -196,13 +197,13 @@ class AdapterTable:
     @property
     def always(self) -> AdapterSet:
         """Those of the default that no token has to switch on."""
-        return self.resolve(self._default or {})
+        return self.resolve(self.default or {})
 
     def choose(
         self, scales: Scales | None, tokens: Sequence[int] | NDArray[np.integer] = ()
     ) -> AdapterSet | None:
         """The set for a prompt of `tokens` of who names `scales`, or nothing. None: what the context has."""
-        scales = self._default if scales is None else scales
+        scales = self.default if scales is None else scales
         return None if scales is None else self.resolve(scales, tokens)
 
     def resolve(self, scales: Scales, tokens: Sequence[int] | NDArray[np.integer] = ()) -> AdapterSet:

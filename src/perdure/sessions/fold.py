@@ -85,11 +85,9 @@ def make_room(
     settings: Mapping[str, Any],
     deadline: float | None,
 ) -> Generator[tuple[Request, DeltaReader[ChatDelta] | None], list[Reply], Turn | None]:
-    """The fold before a turn that says something behind `base`, where that does not fit and its settings ask
-    for a fold; else None. Nothing is stored before the turn's reply."""
+    """The fold before a turn that says something behind `base`, where that does not fit; else None. Nothing
+    is stored before the turn's reply."""
     limit = chat_format.n_ctx - 1
-    if settings.get("overflow") != "fold" or not len(base):
-        return None
 
     def needed_by(messages: Sequence[Message]) -> tuple[int, bool]:
         """Tokens of a prompt that starts with `messages`, and of the reply to it; and whether these are only

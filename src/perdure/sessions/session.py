@@ -544,15 +544,17 @@ class Session(SessionView):
         try:
             if settings.get("date") is None and self._host.chat_format.asks_date:
                 settings["date"] = base.date or extra.date or today()
-            fold = yield from make_room(
-                self._host.chat_format,
-                base,
-                lambda: self._start,
-                pending.said,
-                namespace=self.namespace,
-                settings=settings,
-                deadline=pending.deadline,
-            )
+            fold = None
+            if settings.get("overflow") == "fold" and len(base):
+                fold = yield from make_room(
+                    self._host.chat_format,
+                    base,
+                    lambda: self._start,
+                    pending.said,
+                    namespace=self.namespace,
+                    settings=settings,
+                    deadline=pending.deadline,
+                )
             messages = base.messages if fold is None else fold.messages
             [exchange] = yield from self._host.chat_format.plan(
                 (*extra.preamble, *messages, *pending.said),

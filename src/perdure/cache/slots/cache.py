@@ -68,8 +68,12 @@ class SlotSwapper:
         changed: Callable[[int], None],
     ) -> None:
         """`slots` are all that the context has, and `swap_slots` those of them that serve no request."""
-        self._swap_slots = SwapSlots(
-            context, swap_slots, checkpoints, eviction=blocks.eviction, store=self.store, changed=changed
+        self._swap_slots = (
+            SwapSlots(
+                context, swap_slots, checkpoints, eviction=blocks.eviction, store=self.store, changed=changed
+            )
+            if swap_slots
+            else None
         )
         self._context = context
         self._slots = slots
@@ -85,7 +89,7 @@ class SlotSwapper:
     def restorable_length(self, slot: Slot, tokens: Ids, adapters: AdapterSet) -> int:
         """The longest prefix of `tokens`, computed with `adapters`, that `slot` can be brought to, by what it
         holds in truth."""
-        alike = self._context.adapters_of(slot.seq).shared_until(adapters)
+        alike = self._context.same_state_until(slot.seq, adapters)
         shared = int(min(self._context.common_prefix(tokens, slot.seq), alike))
         if self._exact is not None:
             shared = self.reusable_length(min(shared, slot.exact))
@@ -121,7 +125,8 @@ class SlotSwapper:
             if isinstance(source, Slot):
                 self._copy(source, slot, tokens[: placement.length])
                 slot.exact = source.exact
-                self._swap_slots.swapped_in(source, placement.length)
+                if self._swap_slots is not None:
+                    self._swap_slots.swapped_in(source, placement.length)
                 return Filled({"slot": placement.length})
             filled = self._swap_in(slot, source, tokens)
             if filled.tiers:
@@ -183,7 +188,7 @@ class SlotSwapper:
         here = [block for block in incoming if block.id in memory]
         memory.pin(here)
         try:
-            if not self._swap_slots.swap_out(slot, source):
+            if self._swap_slots is None or not self._swap_slots.swap_out(slot, source):
                 self.store(slot)
         finally:
             memory.unpin(here)

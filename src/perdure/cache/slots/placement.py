@@ -100,7 +100,7 @@ class SlotTable:
         for slot in self.all:
             if slot.namespace == namespace:
                 shared = self._context.common_prefix(tokens, slot.seq)
-                if shared > self._context.adapters_of(slot.seq).shared_until(adapters):
+                if shared > self._context.same_state_until(slot.seq, adapters):
                     continue
                 if shared > 0 and shared in (len(tokens), self._context.length(slot.seq)):
                     path.append(slot)
@@ -127,7 +127,7 @@ class SlotTable:
             count = common_prefix_length(slot.tokens, tokens) if slot.namespace == namespace else 0
             if count:
                 # Also of a busy one: it was given its set before it was given its tokens.
-                count = int(min(count, self._context.adapters_of(slot.seq).shared_until(adapters)))
+                count = int(min(count, self._context.same_state_until(slot.seq, adapters)))
             counts.append(count)
         return np.array(counts, np.int64)
 

@@ -297,6 +297,12 @@ class Context(StateCalls):
         with self._turn():
             return self._ledger.lengths()
 
+    def beginning(self, seq: int, count: int) -> tuple[int, list[int]]:
+        """How many tokens are in the cache of `seq`, and the first `count` of them. It waits for no step in
+        flight: what that computes is not in it yet."""
+        self._check_seqs((seq,))
+        return self._ledger.beginning(seq, count)
+
     def token_array(self, seq: int = 0, start: int = 0, stop: int | None = None) -> NDArray[np.int32]:
         """The tokens of `seq` from `start` to `stop` that are in the cache, as an array of their own."""
         with self._turn(seq):
@@ -364,7 +370,9 @@ class Context(StateCalls):
             ]
             # The engine batches streams together only in rising order.
             parts.sort(key=lambda part: part.seq)
-            adapters = self._step_set([part.seq for part in parts], [part.start for part in parts])
+            adapters = self._default
+            if self.mixed:
+                adapters = self._step_set([part.seq for part in parts], [part.start for part in parts])
             for part in parts:
                 if (count := self.same_adapters(part.seq, part.start, len(part.tokens))) < len(part.tokens):
                     raise SequenceError(
@@ -553,7 +561,7 @@ class Context(StateCalls):
         """
         chosen = adapters if isinstance(adapters, AdapterSet) else AdapterSet.of(adapters)
         with self._turn(*(() if seq is None else (seq,))):
-            if chosen == self._default:
+            if chosen is not self._default and chosen == self._default:
                 chosen = self._default
             if seq is not None and self._sets[seq] is chosen:
                 return

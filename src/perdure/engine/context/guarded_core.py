@@ -117,7 +117,7 @@ class GuardedCore(Closing):
 
     def identity_of(self, adapters: AdapterSet, length: float = math.inf) -> Identity:
         """What the state of the first `length` tokens depends on, computed with `adapters`."""
-        key = adapters.held(length).key
+        key = (adapters if adapters.before is None else adapters.held(length)).key
         if (identity := self._identities.get(key)) is None:
             if len(self._identities) >= _IDENTITIES:
                 self._identities.clear()
@@ -133,6 +133,11 @@ class GuardedCore(Closing):
         """What `seq` is computed with."""
         self._check_seqs((seq,))
         return self._sets[seq]
+
+    def same_state_until(self, seq: int, adapters: AdapterSet) -> float:
+        """How many tokens of state `seq` has as `adapters` would make it, if the tokens are the same."""
+        held = self.adapters_of(seq)
+        return math.inf if held is adapters else held.shared_until(adapters)
 
     def same_adapters(self, seq: int, start: int, count: int) -> int:
         """How many of the `count` tokens behind the first `start` of `seq` one step can take."""

@@ -41,6 +41,11 @@ class Ledger:
     def tokens(self, seq: int) -> list[int]:
         return self._tokens[seq].tolist()
 
+    def beginning(self, seq: int, count: int) -> tuple[int, list[int]]:
+        """The length of a sequence and its first tokens, in any thread: of one moment, or a step apart."""
+        tokens = self._tokens[seq]
+        return len(tokens), tokens[:count].tolist()
+
     def array(self, seq: int, start: int = 0, stop: int | None = None) -> NDArray[np.int32]:
         return np.array(self._tokens[seq][start:stop], dtype=np.int32)
 

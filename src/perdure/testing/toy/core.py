@@ -456,6 +456,7 @@ class SequenceState:
 
     def __init__(self, memory: MemorySpec) -> None:
         self._memory = memory
+        self._needs_checkpoint = memory.needs_checkpoint
         self._reach = memory.window or 0
         self.base = Cells() if memory.has_rows else None
         self.window = Cells() if memory.has_window else None
@@ -529,7 +530,7 @@ class SequenceState:
     # Bytes: a mark, what kind they are of, and the parts. Nothing in them is checked for sense.
 
     def pack(self, *, partial: bool) -> bytes:
-        whole = not partial or not self._memory.needs_checkpoint
+        whole = not partial or not self._needs_checkpoint
         parts = [self._head()]
         if self.base is not None and whole:
             parts.append(self.base.pack())
@@ -541,7 +542,7 @@ class SequenceState:
 
     def unpack(self, data: memoryview, *, partial: bool) -> bool:
         """Take over what `data` says. False: its shape is wrong, and this is then half replaced."""
-        whole = not partial or not self._memory.needs_checkpoint
+        whole = not partial or not self._needs_checkpoint
         try:
             if data[: _HEAD.size] != self._head():
                 return False
@@ -564,7 +565,7 @@ class SequenceState:
     def capture(self) -> Capture:
         """The base cells as rows; the window or the rolling state as the tail state."""
         tail_state = None
-        if self._memory.needs_checkpoint:
+        if self._needs_checkpoint:
             tail_state = np.frombuffer(self.pack(partial=True), np.uint8)
         return Capture(None if self.base is None else CellRows(self.base.pack()[4:]), tail_state)
 
