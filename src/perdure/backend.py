@@ -297,12 +297,11 @@ class LocalBackend:
                 slot_cache,
                 tokenize=self._tokenize,
                 read=self._read_only,
-                choose=self.adapters.choose,
+                adapters=self.adapters,
                 call=self.engine_loop.call,
                 post=self.engine_loop.post,
                 post_in_quiet=self.engine_loop.post_in_quiet,
                 look=self.engine_loop.look,
-                before_long_steps=self.engine_loop.before_long_steps,
             )
             undo.pop_all()
 

@@ -125,12 +125,11 @@ class Served:
             self.slot_cache,
             tokenize=subject.model.tokenize,
             read=self._read,
-            choose=self.table.choose,
+            adapters=self.table,
             call=self.engine_loop.call,
             post=self.engine_loop.post,
             post_in_quiet=self.engine_loop.post_in_quiet,
             look=self.engine_loop.look,
-            before_long_steps=self.engine_loop.before_long_steps,
         )
         wide = not exact and self.context.n_batch > NARROW
         self.bound = other_shapes(subject) if (wide or elsewhere) and not subject.toy else narrow.bound

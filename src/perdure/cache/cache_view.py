@@ -76,7 +76,8 @@ class SlotState:
 
 
 class CacheView:
-    """Tells what is held. It moves and drops nothing. Only the engine thread asks it, between steps."""
+    """Tells what is held. It moves and drops nothing. The engine thread asks it, between steps; `slots` and
+    `identity` also another thread, during a step."""
 
     def __init__(self, slots: SlotCache) -> None:
         self._context = slots.context
@@ -129,15 +130,13 @@ class CacheView:
 
     def slots(self) -> list[SlotState]:
         """What every slot holds that serves requests."""
-        return [
-            SlotState(
-                namespace=slot.namespace,
-                busy=slot.busy,
-                length=self._context.length(slot.seq),
-                tokens=tuple(self._context.token_array(slot.seq, 0, _SHOWN).tolist()),
+        states = []
+        for slot in self._table.all[: self._table.count]:
+            length, tokens = self._context.beginning(slot.seq, _SHOWN)
+            states.append(
+                SlotState(namespace=slot.namespace, busy=slot.busy, length=length, tokens=tuple(tokens))
             )
-            for slot in self._table.all[: self._table.count]
-        ]
+        return states
 
     # A list of blocks.
 

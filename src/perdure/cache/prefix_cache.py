@@ -16,7 +16,7 @@ from perdure.cache.cache_view import BlockInfo, CacheView, PrefixRun, SlotState
 from perdure.cache.kept_prefixes import check_labels
 from perdure.cache.slots.cache import SlotCache
 from perdure.decode.slots import KeptPrefix, Plan, ReuseReport, TierUsage
-from perdure.engine.adapters import AdapterSet, Scales
+from perdure.engine.adapters import AdapterSet, AdapterTable, Scales
 from perdure.engine.contract import token_array
 from perdure.errors import InvalidInputError
 from perdure.events.event import Slept, Woken
@@ -115,21 +115,20 @@ class PrefixCache:
         *,
         tokenize: Callable[[str], list[int]],
         read: Callable[[NDArray[np.int32], str, Scales | None], Any],
-        choose: Callable[[Scales | None, NDArray[np.int32]], AdapterSet | None] = lambda scales, tokens: None,
+        adapters: AdapterTable,
         call: Callable[[Callable[[], Any]], Any],
         post: Callable[[Callable[[], Any]], Any],
         post_in_quiet: Callable[[Hashable, Callable[[], object]], None],
         look: Callable[..., Any],
-        before_long_steps: Callable[[Callable[[], None]], None],
     ) -> None:
-        """`read` computes a prompt with adapters, and `choose` tells the set that names of adapters are;
-        `call`, `post`, `post_in_quiet`, `look` and `before_long_steps` are the engine loop's."""
+        """`read` computes a prompt with adapters, which are those of a table; `call`, `post`,
+        `post_in_quiet` and `look` are the engine loop's."""
         self._slots = slots
         self._tiers = slots.tiers
         self._view = CacheView(slots)
         self._tokenize = tokenize
         self._read = read
-        self._choose = choose
+        self._adapters = adapters
         self._call = call
         self._post = post
         self._post_in_quiet = post_in_quiet
@@ -139,7 +138,6 @@ class PrefixCache:
             for prefix in tier.tier.prefixes():
                 self._kept.add(prefix)
         self._look = look
-        before_long_steps(self._remember)
 
     def warm(
         self,
@@ -150,8 +148,8 @@ class PrefixCache:
         adapters: Scales | None = None,
     ) -> KeptPrefix:
         """Compute a prefix once and keep it. Warmed before, its record comes back with all its labels."""
-        ids = _token_ids(self._tokenize(prompt) if isinstance(prompt, str) else prompt)
-        names, chosen = _names(labels), self._choose(adapters, ids)
+        ids, chosen = self._prefix(self._tokenize(prompt) if isinstance(prompt, str) else prompt, adapters)
+        names = _names(labels)
         kept = self._call(lambda: self._begin(ids, names, namespace, chosen))
         if kept < self._slots.reusable_length(len(ids)):
             self._read(ids, namespace, adapters)
@@ -218,16 +216,14 @@ class PrefixCache:
 
     def plan(self, tokens: Iterable[int], *, namespace: str = "", adapters: Scales | None = None) -> Plan:
         """What bringing back the state of `tokens` would take. Nothing is moved."""
-        ids = _token_ids(tokens)
-        chosen = self._choose(adapters, ids)
+        ids, chosen = self._prefix(tokens, adapters)
         return self._call(lambda: self._view.plan(ids, namespace, chosen))  # type: ignore[no-any-return]
 
     def held(
         self, tokens: Iterable[int], *, namespace: str = "", adapters: Scales | None = None
     ) -> dict[str, TierUsage]:
         """How much of the state of `tokens` each tier has. Nothing is moved."""
-        ids = _token_ids(tokens)
-        chosen = self._choose(adapters, ids)
+        ids, chosen = self._prefix(tokens, adapters)
         return self._call(lambda: self._view.usage(ids, namespace, chosen))  # type: ignore[no-any-return]
 
     def runs(
@@ -244,20 +240,17 @@ class PrefixCache:
 
     def slots(self) -> list[SlotState]:
         """What every slot of the engine holds; during a long step, what it held before."""
-        return self._look(self._view.slots, lambda: self._last_slots)  # type: ignore[no-any-return]
+        return self._look(self._view.slots)  # type: ignore[no-any-return]
 
     def identity(self) -> Identity:
         """Under which state holds here."""
-        return self._look(  # type: ignore[no-any-return]
-            lambda: self._view.identity, lambda: self._last_identity
-        )
+        return self._look(lambda: self._view.identity)  # type: ignore[no-any-return]
 
     def wake(
         self, tokens: Iterable[int], *, namespace: str = "", adapters: Scales | None = None
     ) -> ReuseReport:
         """Bring back the state of `tokens`, as far as it is kept; the next request computes the rest."""
-        ids = _token_ids(tokens)
-        chosen = self._choose(adapters, ids)
+        ids, chosen = self._prefix(tokens, adapters)
         began = time.monotonic()
         report: ReuseReport = self._call(lambda: self._slots.swap_in(ids, namespace, chosen))
         if (events := self._slots.events).on:
@@ -267,8 +260,7 @@ class PrefixCache:
 
     def sleep(self, tokens: Iterable[int], *, namespace: str = "", adapters: Scales | None = None) -> None:
         """Put the state of `tokens` where it outlives the process, and let go of its memory."""
-        ids = _token_ids(tokens)
-        chosen = self._choose(adapters, ids)
+        ids, chosen = self._prefix(tokens, adapters)
         began = time.monotonic()
         self._call(lambda: self._slots.swap_out(ids, namespace, chosen))
         if self._tiers.lower:
@@ -293,8 +285,7 @@ class PrefixCache:
 
         With a `conversation` that happens once the engine has nothing to do, and whatever else was read for
         it by then is written too: the next prompt may begin otherwise than this one."""
-        ids = _token_ids(tokens)
-        chosen = self._choose(adapters, ids)
+        ids, chosen = self._prefix(tokens, adapters)
         if not conversation:
             self._post(lambda: self._slots.store(ids, namespace, chosen))
             return
@@ -309,8 +300,7 @@ class PrefixCache:
         self, tokens: Iterable[int], *, namespace: str = "", adapters: Scales | None = None
     ) -> tuple[Identity, list[Block]]:
         """The state of a prefix as blocks that can be taken elsewhere, and under which identity it holds."""
-        ids = _token_ids(tokens)
-        chosen = self._choose(adapters, ids)
+        ids, chosen = self._prefix(tokens, adapters)
         return self._call(lambda: self._slots.pack(ids, namespace, chosen))  # type: ignore[no-any-return]
 
     def unpack(
@@ -323,17 +313,22 @@ class PrefixCache:
     ) -> int:
         """Take in state that was packed elsewhere, if it fits here. How many tokens of it."""
         tokens = np.concatenate([block.tokens for block in blocks]) if blocks else np.empty(0, np.int32)
-        chosen = self._choose(adapters, tokens)
+        chosen = self._adapters.choose(adapters, tokens)
         return self._call(lambda: self._slots.unpack(identity, blocks, namespace, chosen))  # type: ignore[no-any-return]
 
     def stats(self) -> CacheStats:
         return self._look(self._stats)  # type: ignore[no-any-return]
 
-    # In the engine thread.
+    def _prefix(
+        self, tokens: Iterable[int], adapters: Scales | None
+    ) -> tuple[NDArray[np.int32], AdapterSet | None]:
+        """The tokens of a prefix, and the set that it is computed with; None: what the context has."""
+        ids = token_array(list(tokens), 1 << 31, what="a prefix")
+        if adapters is None and self._adapters.default is None:
+            return ids, None
+        return ids, self._adapters.choose(adapters, ids)
 
-    def _remember(self) -> None:
-        """Keep what is told while the context is busy with a long step."""
-        self._last_slots, self._last_identity = self._view.slots(), self._view.identity
+    # In the engine thread.
 
     def _begin(
         self, ids: NDArray[np.int32], labels: frozenset[str], namespace: str, adapters: AdapterSet | None
@@ -417,7 +412,3 @@ def _check_limit(limit: int | None) -> None:
 def _names(labels: Iterable[str]) -> frozenset[str]:
     """One label may be given by itself."""
     return frozenset([labels] if isinstance(labels, str) else labels)
-
-
-def _token_ids(tokens: Iterable[int]) -> NDArray[np.int32]:
-    return token_array(list(tokens), 1 << 31, what="a prefix")

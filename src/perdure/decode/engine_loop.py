@@ -135,7 +135,6 @@ class EngineLoop:
         self._last_end = -math.inf
         """When a request ended last."""
         self._stop_call: Callable[[], None] | None = None
-        self._before_long: list[Callable[[], None]] = []
         self._in_long_step = False
         self._lookers = 0
         """Threads that look at something during a long step."""
@@ -218,10 +217,10 @@ class EngineLoop:
             self._in_quiet[key] = function
             self._changed.notify_all()
 
-    def look(self, function: Callable[[], T], meanwhile: Callable[[], T] | None = None) -> T:
+    def look(self, function: Callable[[], T]) -> T:
         """Like `call`, for what only looks: nobody waits for a step of a prompt. During such a step
-        `meanwhile`, or `function` itself, is called in the caller's thread, and the step's end waits for it:
-        neither may touch the context then, whose lock the step holds."""
+        `function` is called in the caller's thread, and the step's end waits for it: it may make no call of
+        the context that takes its lock, which the step holds."""
         self.check_thread()
         while True:
             call = _Call(function, Future(), None, looks=True)
@@ -238,16 +237,11 @@ class EngineLoop:
             except _LongStep:
                 continue
         try:
-            return (meanwhile or function)()
+            return function()
         finally:
             with self._changed:
                 self._lookers -= 1
                 self._changed.notify_all()
-
-    def before_long_steps(self, function: Callable[[], None]) -> None:
-        """Have `function` called in the engine thread before every long step: it keeps what is told
-        meanwhile."""
-        self.call(lambda: self._before_long.append(function))
 
     @property
     def load(self) -> tuple[int, int]:
@@ -337,8 +331,6 @@ class EngineLoop:
 
     def _execute_long(self, step: Step) -> None:
         """Execute a step of a prompt. Those who only look do so meanwhile."""
-        for function in self._before_long:
-            function()
         with self._changed:
             self._in_long_step = True
             looks = [call for call in self._calls if call.looks]
