@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 import threading
 import time
@@ -63,7 +64,7 @@ class Sessions(Closing):
         self._keep_open = keep_open
         self.memories = Memories(self.store, self._wake_at)
         self._backend = backend
-        self._chat_format = chat_format
+        self._make_chat_format = chat_format
         self._durable = store is not None and (not keep_open or self.store.transfers() is not None)
         self.moving_state = threading.Lock()
         """Held while all the state of a session is in this process, on its way to or from a file."""
@@ -90,11 +91,11 @@ class Sessions(Closing):
             raise SessionError("this takes a model, and none was loaded")
         return self._backend
 
-    @property
+    @functools.cached_property
     def chat_format(self) -> ChatFormat:
-        if self._chat_format is None:
+        if self._make_chat_format is None:
             raise SessionError("this takes a model, and none was loaded")
-        return self._chat_format()
+        return self._make_chat_format()
 
     def open(
         self,
@@ -400,7 +401,7 @@ class Sessions(Closing):
         )
 
     def _why_not_tokens(self, turns: Sequence[Turn]) -> str:
-        if self._backend is None or self._chat_format is None:
+        if self._backend is None or self._make_chat_format is None:
             return why_not_tokens(turns, None, None)
         try:
             return why_not_tokens(turns, self.chat_format.tokenizer, self._backend.model)
