@@ -18,7 +18,7 @@ from bench.harness import Bench, Figure, Gauge, Run, at_least, at_most
 from perdure.cache.block import BLOCK, BlockId, chain, cost
 from perdure.cache.eviction import Eviction, Standing
 from perdure.cache.slots.cache import SlotCache
-from perdure.decode.slots import SlotAssignment
+from perdure.decode.sequence import SlotAssignment
 from perdure.testing.toy import ToyModel
 
 _SLOTS = 2

@@ -18,7 +18,8 @@ from perdure.cache.tiers.disk import DiskTier
 from perdure.cache.tiers.memory import MemoryTier
 from perdure.cache.tiers.tiered import Tiers
 from perdure.cache.tiers.write_behind import WriteBehind
-from perdure.decode.slots import KeptPrefix, SlotAssignment
+from perdure.decode.request import KeptPrefix
+from perdure.decode.sequence import SlotAssignment
 from perdure.memory import FullAttention, MemorySpec, Recurrent, SlidingWindow
 from perdure.testing.toy import ToyModel
 

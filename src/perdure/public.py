@@ -6,11 +6,10 @@ from perdure.chat.reply import CallDelta, ChatDelta, ChatReply
 from perdure.chat.template.template import Template
 from perdure.decode.choice import Choice
 from perdure.decode.embedding import Embeddings, RankedText
-from perdure.decode.request import Delta, Reply, Timings, TokenLogprob, Usage
+from perdure.decode.request import Delta, KeptPrefix, Plan, Reply, ReuseReport, Timings, TokenLogprob, Usage
+from perdure.decode.request import KeptPrefix as CacheMark
+from perdure.decode.request import KeptPrefix as Pin
 from perdure.decode.sampling.grammar import Grammar
-from perdure.decode.slots import KeptPrefix, Plan, ReuseReport
-from perdure.decode.slots import KeptPrefix as CacheMark
-from perdure.decode.slots import KeptPrefix as Pin
 from perdure.decode.stream import Stream
 from perdure.engine.context import Context, Feed
 from perdure.engine.contract import Capabilities

@@ -22,7 +22,7 @@ from perdure.cache.tiers.disk import DiskTier
 from perdure.cache.tiers.memory import MemoryTier
 from perdure.cache.tiers.places import DirectoryPlace
 from perdure.cache.tiers.shared import SharedTier
-from perdure.decode.slots import SlotAssignment
+from perdure.decode.sequence import SlotAssignment
 from perdure.engine.context import Context
 from perdure.testing.toy import ToyModel
 

@@ -25,7 +25,8 @@ from perdure.cache.slots.cache import SlotCache
 from perdure.cache.tiers import tiered
 from perdure.cache.tiers.memory import MemoryTier
 from perdure.cache.tiers.tiered import Tiers
-from perdure.decode.slots import KeptPrefix, SlotAssignment
+from perdure.decode.request import KeptPrefix
+from perdure.decode.sequence import SlotAssignment
 from perdure.engine.context import Context
 from perdure.memory import MEMORY_KINDS, FullAttention, MemorySpec
 from perdure.testing.toy import ToyModel

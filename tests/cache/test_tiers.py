@@ -23,8 +23,7 @@ from perdure.cache.tiers.disk import DiskTier
 from perdure.cache.tiers.memory import MemoryTier
 from perdure.cache.tiers.tiered import Tiers
 from perdure.cache.tiers.write_behind import WriteBehind
-from perdure.decode.request import Request
-from perdure.decode.slots import KeptPrefix, ReuseReport
+from perdure.decode.request import KeptPrefix, Request, ReuseReport
 from perdure.decode.stream import Stream, one_request
 from perdure.errors import CorruptStateError, StoreError
 from perdure.testing.toy import ToyModel

@@ -12,11 +12,11 @@ import numpy as np
 import perdure
 from inside import core_of, inside
 from perdure import Delta, Reply, Runtime, Stream
-from perdure.decode.slots import SlotAssignment
+from perdure.decode.sequence import SlotAssignment
 from perdure.decode.stops import TextStream
 from perdure.memory import FullAttention, MemorySpec
 from perdure.testing.toy import Faults, Gate, ToyCore, ToyModel
-from perdure.testing.toy.faults import Trouble
+from perdure.testing.toy.core import Trouble
 
 
 class Turnstile(Gate):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from perdure.decode.request import Request
+from perdure.decode.request import KeptPrefix, Request
 from perdure.decode.sampling.grammar import Grammars
 from perdure.decode.sampling.stage import BreakerTable
 from perdure.decode.scheduler import (
@@ -19,11 +19,12 @@ from perdure.decode.scheduler import (
     BatchScheduler,
     Budget,
     ExactScheduler,
+    FreshSlots,
+    Slots,
     Step,
     admit,
 )
-from perdure.decode.sequence import SequenceGroup, make_group
-from perdure.decode.slots import FreshSlots, KeptPrefix, PendingPrefix, SlotAssignment, Slots
+from perdure.decode.sequence import PendingPrefix, SequenceGroup, SlotAssignment, make_group
 from perdure.engine.adapters import AdapterSet, AdapterTable
 from perdure.engine.context import Context
 from perdure.testing.toy import ToyModel

@@ -21,7 +21,7 @@ from perdure.decode.speculation.drafter import Draft
 from perdure.decode.speculation.ngrams import INDEXED, NgramIndex
 from perdure.memory import MEMORY_KINDS, FullAttention, MemorySpec
 from perdure.testing.toy import ToyModel
-from perdure.testing.toy.faults import Trouble
+from perdure.testing.toy.core import Trouble
 
 every_kind = pytest.mark.parametrize("kind", MEMORY_KINDS, ids=lambda kind: kind.name)
 SCHEMA = {

@@ -27,8 +27,8 @@ from decode.observed import (
 from decode.state_machine import life
 from perdure.cache.slots.cache import SlotCache
 from perdure.decode.executor import Executor
+from perdure.decode.scheduler import FreshSlots
 from perdure.decode.sequence import TokenSequence
-from perdure.decode.slots import FreshSlots
 from perdure.memory import MEMORY_KINDS, MemorySpec, Recurrent
 
 every_kind = pytest.mark.parametrize("kind", MEMORY_KINDS, ids=lambda kind: kind.name)

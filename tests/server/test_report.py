@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 from decode.observed import open_toy
 from perdure.chat.difference import Miss
 from perdure.cli.app import app
-from perdure.decode.request import Timings, Usage
-from perdure.decode.slots import ReuseReport
+from perdure.decode.request import ReuseReport, Timings, Usage
 from perdure.server.core.keys import Keys, new_key
 from perdure.server.core.metrics import REPORT, DailyReports, RecentRequest
 from server.live_server import live_server

@@ -31,7 +31,7 @@ from perdure.cache.block import Block, BlockId
 from perdure.cache.tiers import block_folder
 from perdure.cache.tiers.block_folder import BlockFolder
 from perdure.cache.tiers.disk import DiskTier
-from perdure.decode.slots import KeptPrefix
+from perdure.decode.request import KeptPrefix
 from perdure.memory import MEMORY_KINDS, FullAttention, MemorySpec
 from perdure.sessions.store.sql.tables import row_checksum, turn_values
 from perdure.sessions.store.sqlite.repair import repair, verify

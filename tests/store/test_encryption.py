@@ -18,7 +18,7 @@ from perdure.cache.block import Block, BlockId
 from perdure.cache.tiers import block_index
 from perdure.cache.tiers.disk import DiskTier, delete_encrypted
 from perdure.cache.tiers.encryption import MARK, Encryption, Seal, read_key
-from perdure.decode.slots import KeptPrefix
+from perdure.decode.request import KeptPrefix
 from perdure.errors import InvalidInputError, StoreKeyError
 from perdure.sessions.store.registry import back_up, encryption_of, restore, verify
 from perdure.testing.toy import ToyModel

@@ -34,7 +34,7 @@ from perdure.cache.prefix_search import (
     common_prefix_length,
 )
 from perdure.cache.tiers.tiered import Tiers
-from perdure.decode.slots import KeptPrefix
+from perdure.decode.request import KeptPrefix
 from perdure.engine.adapters import AdapterSet
 from perdure.engine.context import Context
 from perdure.engine.contract import Capture

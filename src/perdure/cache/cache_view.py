@@ -19,7 +19,7 @@ from perdure.cache.prefix_search import key_of
 from perdure.cache.slots.cache import SlotCache
 from perdure.cache.tiers.memory import MemoryTier
 from perdure.cache.tiers.write_behind import WriteBehind
-from perdure.decode.slots import KeptPrefix, Plan, TierUsage
+from perdure.decode.request import KeptPrefix, Plan, TierUsage
 from perdure.engine.adapters import AdapterSet
 from perdure.errors import InvalidInputError
 from perdure.identity import Identity

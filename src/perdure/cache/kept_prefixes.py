@@ -27,7 +27,7 @@ from perdure.cache.prefix_search import (
     continuations,
     key_of,
 )
-from perdure.decode.slots import KeptPrefix, prefix_cost
+from perdure.decode.request import KeptPrefix, prefix_cost
 from perdure.errors import InvalidInputError, StoreFullError
 
 Ids = NDArray[np.int32]

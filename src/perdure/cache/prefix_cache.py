@@ -15,7 +15,7 @@ from perdure.cache.block import Block, BlockId
 from perdure.cache.cache_view import BlockInfo, CacheView, PrefixRun, SlotState
 from perdure.cache.kept_prefixes import check_labels
 from perdure.cache.slots.cache import SlotCache
-from perdure.decode.slots import KeptPrefix, Plan, ReuseReport, TierUsage
+from perdure.decode.request import KeptPrefix, Plan, ReuseReport, TierUsage
 from perdure.engine.adapters import AdapterSet, AdapterTable, Scales
 from perdure.engine.contract import token_array
 from perdure.errors import InvalidInputError

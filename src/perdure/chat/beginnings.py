@@ -28,7 +28,7 @@ from perdure.atomic import make_folder, write_file
 from perdure.backend import Backend
 from perdure.cache.tiers.encryption import Seal
 from perdure.chat.settling import WORTH, reading
-from perdure.decode.slots import ReuseReport
+from perdure.decode.request import ReuseReport
 from perdure.decode.stream import Stream, one_request
 from perdure.errors import ClosedError, PerdureError
 

@@ -20,8 +20,7 @@ from typing import Any, Literal
 
 from perdure.chat.message import Message, Tool
 from perdure.chat.transcript import shared_length
-from perdure.decode.request import Timings
-from perdure.decode.slots import ReuseReport
+from perdure.decode.request import ReuseReport, Timings
 
 Kind = Literal["tools", "system", "message", "reply", "history", "variables", "template"]
 _LIMIT = 32 << 20

@@ -9,8 +9,7 @@ from typing import Any
 
 from perdure.chat.message import Tool
 from perdure.config import Overflow, ReasoningMode
-from perdure.decode.request import ReplyKeywords
-from perdure.decode.slots import KeptPrefix
+from perdure.decode.request import KeptPrefix, ReplyKeywords
 from perdure.errors import InvalidInputError
 from perdure.options import check_options, option
 

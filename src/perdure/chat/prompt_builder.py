@@ -24,8 +24,7 @@ from perdure.chat.reply import Prefill
 from perdure.chat.template.template import Guard, Rendering, RenderingCache, Template, TemplateRenderer
 from perdure.chat.transcript import ChatTokenizer, Transcript, TranscriptCache, shared_length
 from perdure.chat.volatile import VolatileText
-from perdure.decode.request import check_prompt_size
-from perdure.decode.slots import KeptPrefix
+from perdure.decode.request import KeptPrefix, check_prompt_size
 from perdure.errors import PerdureError
 
 _Key = tuple[str, ...]

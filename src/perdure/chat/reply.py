@@ -11,8 +11,7 @@ from perdure.chat.message import Message, Tool, ToolCall
 from perdure.chat.parsing.arguments import check_arguments
 from perdure.chat.parsing.family import Family
 from perdure.chat.parsing.reply_parser import Part, ReplyParser, gather
-from perdure.decode.request import Delta, FinishReason, Reply, Timings, TokenLogprob, Usage
-from perdure.decode.slots import ReuseReport
+from perdure.decode.request import Delta, FinishReason, Reply, ReuseReport, Timings, TokenLogprob, Usage
 from perdure.errors import InvalidInputError, TemplateError
 
 

@@ -6,7 +6,6 @@ request       what is asked for, and what comes back
 stream        a reply being made: the queue that is filled, and the handle that reads it
 sequence      the samples of one request: their tokens, and the choice of the next
 stops         where a reply ends: bytes to text up to a stop string, phrases said again and again
-slots         which slot a request gets, and how much of its prompt is there
 scheduler     who gets a slot, and what the next steps compute; no thread
 executor      computes a step, draws, forks samples, contains errors
 step_events   what the engine loop tells whoever subscribed to events

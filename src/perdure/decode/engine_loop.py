@@ -25,15 +25,16 @@ from perdure.decode.scheduler import (
     BatchScheduler,
     Budget,
     ExactScheduler,
+    FreshSlots,
     PrefillPacer,
     Scheduler,
+    Slots,
     Step,
     admit,
     lift,
     to_give_way,
 )
 from perdure.decode.sequence import Rank, SequenceGroup, make_group
-from perdure.decode.slots import FreshSlots, Slots
 from perdure.decode.speculation.drafter import Drafter
 from perdure.decode.speculation.speculator import Speculator
 from perdure.decode.step_events import StepEvents

@@ -17,9 +17,8 @@ from perdure import system
 from perdure.decode.output_queue import notify
 from perdure.decode.sampling.sampler import CompiledChain, Sampler, Shown, draw, draw_together
 from perdure.decode.sampling.stage import Candidates
-from perdure.decode.scheduler import TIMED, Budget, Chunk, PrefillPacer, Step
-from perdure.decode.sequence import SequenceGroup, TokenSequence
-from perdure.decode.slots import SlotAssignment, Slots
+from perdure.decode.scheduler import TIMED, Budget, Chunk, PrefillPacer, Slots, Step
+from perdure.decode.sequence import SequenceGroup, SlotAssignment, TokenSequence
 from perdure.decode.speculation.speculator import Speculator
 from perdure.decode.step_events import ALTERNATIVES, Drawing, StepEvents
 from perdure.engine.context import Context, Feed
@@ -117,15 +116,19 @@ class Executor:
         what the step can take with guesses."""
         # Who lost state since the step was planned is planned for anew in the next round.
         current: list[Chunk] = []
+        guessed_for = 0
         for chunk in step:
             sequence = chunk.sequence
             if sequence.finish_reason is None and sequence.cached == chunk.start:
                 current.append(chunk)
+                guessed_for = guessed_for or sequence.request.speculate
         step = current
         if not step:
             return
-        if self._speculator is not None:
-            self._speculator.add_drafts(step, budget)
+        # Where nobody asks for guesses, nothing is learned of the step either.
+        speculator = self._speculator if guessed_for else None
+        if speculator is not None:
+            speculator.add_drafts(step, budget)
         try:
             self._decode(step)
         except DecodeCancelled:
@@ -142,8 +145,8 @@ class Executor:
             # Readers have a core to themselves until the next step begins.
             self.notify()
             self._draw(step)
-            if self._speculator is not None:
-                self._speculator.observe(step, time.monotonic() - self._began)
+            if speculator is not None:
+                speculator.observe(step, time.monotonic() - self._began)
             if self._can_wait():
                 return
         if not self._context.capabilities.asynchronous:
@@ -181,7 +184,7 @@ class Executor:
         """Give the slots of finished samples to those that wait for one, or back."""
         for sequence in group.sequences:
             while sequence.done and sequence.seq is not None:
-                if self._speculator is not None:
+                if self._speculator is not None and sequence.request.speculate:
                     self._speculator.forget(sequence)
                 seq, sequence.seq = sequence.seq, None
                 if waiting := group.waiting:

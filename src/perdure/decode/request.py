@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypedDict, Unpack
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.checks import is_whole
+from perdure.checks import is_number, is_whole
 from perdure.decode.sampling.grammar import Grammar
-from perdure.decode.slots import KeptPrefix, ReuseReport
 from perdure.engine.adapters import absolute_scales
 from perdure.engine.contract import Tokenizer
 from perdure.engine.logits import Candidate
@@ -165,6 +165,105 @@ _OWN = Request.__dataclass_fields__.keys() - {
     "event_id",
 }
 _KEYWORDS = _OWN | Sampling.__dataclass_fields__.keys() | {"sampling", "stop", "grammar", "schema", "regex"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptPrefix:
+    """A prefix whose state is to be kept: for `seconds`, or without an end under its labels.
+
+    A request names one by its `length`, or by the messages that come `after` it, and says for how long. Its
+    blocks are not evicted until then. One without an end is made by `rt.cache.warm`, listed with its
+    `tokens`, and outlives the process; its blocks may be evicted like any others.
+    """
+
+    length: int = 0
+    """Of the beginning of a prompt, in tokens."""
+    after: int | None = None
+    """Instead of a length, in a chat: the messages that come after it."""
+    seconds: float | None = None
+    """None: without an end."""
+    key: str = ""
+    """The next one with the same key takes its place; without one, each beginning has a place of its own."""
+    tokens: tuple[int, ...] = ()
+    kept: int = 0
+    """How many of `tokens` are kept."""
+    labels: frozenset[str] = frozenset()
+    namespace: str = ""
+    root: bytes = b""
+    """Where its chain of blocks starts: what its state depends on besides the tokens."""
+
+    def __post_init__(self) -> None:
+        if self.after is not None and (not is_whole(self.after) or self.after < 0):
+            raise InvalidInputError(f"a cache mark's after is a number of messages, got {self.after!r}")
+        if self.after is None and self.seconds is None:
+            return
+        if not is_number(self.seconds) or not 0 < self.seconds <= 86400:
+            raise InvalidInputError(
+                f"a cache mark's seconds are above 0 and at most 86400, got {self.seconds!r}"
+            )
+
+    @property
+    def id(self) -> str:
+        """What tells it from others, also after a restart."""
+        return hashlib.sha256(self.root + self.ids.astype("<i4").tobytes()).hexdigest()
+
+    @property
+    def ids(self) -> NDArray[np.int32]:
+        return np.array(self.tokens, np.int32)
+
+    @property
+    def nbytes(self) -> int:
+        """What listing it in memory costs, about: a token is a number of Python's own."""
+        return prefix_cost(len(self.tokens)) + sum(64 + len(label) for label in self.labels)
+
+    def carries(self, labels: frozenset[str] | None, namespace: str) -> bool:
+        """Whether it is of that namespace and has one of `labels`, if there are any to have."""
+        return self.namespace == namespace and (labels is None or bool(labels & self.labels))
+
+
+def prefix_cost(tokens: int) -> int:
+    """What listing a prefix of so many tokens costs in memory, without its labels."""
+    return 1024 + 44 * tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReuseReport:
+    """Where the state of a prompt came from: tokens by tier, tokens computed, and why not fewer."""
+
+    tiers: Mapping[str, int] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
+    """How long each tier took, as far as state was read out of one. What a slot has takes none."""
+    computed: int
+    why: str
+    pins: tuple[KeptPrefix, ...] = ()
+    """The beginnings that are kept for a time, of those that were to be."""
+
+    @property
+    def reused(self) -> int:
+        return sum(self.tiers.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What bringing back the state of a prompt would take: tokens by tier, what is read, what is computed."""
+
+    tiers: Mapping[str, int]
+    blocks: int
+    nbytes: int
+    computed: int
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.tiers.values()) + self.computed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierUsage:
+    """How much of a prompt's state one tier has."""
+
+    tokens: int
+    nbytes: int = 0
+    """In blocks; a slot has none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,15 +10,16 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from perdure.checks import is_number
-from perdure.decode.sequence import SequenceGroup, TokenSequence
-from perdure.decode.slots import PendingPrefix, Slots
+from perdure.decode.request import KeptPrefix, ReuseReport
+from perdure.decode.sequence import PendingPrefix, SequenceGroup, SlotAssignment, TokenSequence
 from perdure.engine.adapters import AdapterSet
 from perdure.engine.context import Context
 from perdure.engine.state import Checkpoint
@@ -103,6 +104,99 @@ class Chunk:
 Step: TypeAlias = Sequence[Chunk]
 """What one native call computes."""
 Ready: TypeAlias = list[tuple[SequenceGroup, TokenSequence]]
+
+
+class Slots(Protocol):
+    """Assigns slots to requests. Only the engine thread calls it, between steps."""
+
+    @property
+    def context(self) -> Context: ...
+    @property
+    def count(self) -> int:
+        """How many requests can have a slot at once."""
+        ...
+
+    def acquire(
+        self,
+        tokens: NDArray[np.int32],
+        *,
+        namespace: str = "",
+        adapters: AdapterSet | None = None,
+        reuse: bool = True,
+        pins: Sequence[KeptPrefix] = (),
+        conversation: str = "",
+        side: bool = False,
+    ) -> SlotAssignment | PendingPrefix | None:
+        """A slot for a prompt; None where all are taken. After an error nothing is taken.
+
+        It is computed with `adapters`, or where there are none given with those of the context. Which
+        conversation it is of, and whether it is only beside one, says what may be evicted later."""
+        ...
+
+    def is_ready(self, prefix: PendingPrefix) -> bool:
+        """Whether the prefix is computed, or will not be: it is time to ask again."""
+        ...
+
+    def release(self, seq: int) -> None: ...
+
+    def chunk(self, seq: int, cached: int, count: int, checkpoint_at: Collection[int]) -> int:
+        """How many of the next `count` tokens one step may take, so that it ends where a checkpoint is due or
+        other adapters begin: `checkpoint_at` are lengths to come back to."""
+        ...
+
+    def timed(self, tokens: int, seconds: float) -> None:
+        """A step of so many tokens of prompts has taken so long."""
+        ...
+
+    def reached(self, seq: int, length: int, checkpoint_at: Collection[int]) -> None:
+        """A step has brought `seq` to `length` tokens of its prompt."""
+        ...
+
+
+class FreshSlots:
+    """Every request starts from an empty slot."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.count = context.n_seq
+        self._free = list(range(context.n_seq))
+
+    def acquire(
+        self,
+        tokens: NDArray[np.int32],
+        *,
+        namespace: str = "",
+        adapters: AdapterSet | None = None,
+        reuse: bool = True,
+        pins: Sequence[KeptPrefix] = (),
+        conversation: str = "",
+        side: bool = False,
+    ) -> SlotAssignment | PendingPrefix | None:
+        if not self._free:
+            return None
+        # The lowest: the engine batches neighbours together.
+        seq = min(self._free)
+        self.context.clear(seq)
+        self.context.adapt(self.context.adapters if adapters is None else adapters, seq)
+        self._free.remove(seq)
+        return SlotAssignment(
+            seq, 0, ReuseReport(computed=len(tokens), why="nothing is kept between requests")
+        )
+
+    def is_ready(self, prefix: PendingPrefix) -> bool:
+        return True
+
+    def release(self, seq: int) -> None:
+        self._free.append(seq)
+
+    def chunk(self, seq: int, cached: int, count: int, checkpoint_at: Collection[int]) -> int:
+        return self.context.same_adapters(seq, cached, count)
+
+    def reached(self, seq: int, length: int, checkpoint_at: Collection[int]) -> None:
+        pass
+
+    def timed(self, tokens: int, seconds: float) -> None:
+        pass
 
 
 def admit(waiting: Iterable[SequenceGroup], slots: Slots) -> Iterator[SequenceGroup]:

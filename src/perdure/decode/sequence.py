@@ -8,6 +8,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import overload
 
@@ -15,11 +16,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.decode.output_queue import Canceller, OutputQueue
-from perdure.decode.request import Delta, FinishReason, Reply, Request, Timings, TokenLogprob, Usage
+from perdure.decode.request import (
+    Delta,
+    FinishReason,
+    Reply,
+    Request,
+    ReuseReport,
+    Timings,
+    TokenLogprob,
+    Usage,
+)
 from perdure.decode.sampling.grammar import Grammars, Matcher
 from perdure.decode.sampling.sampler import CompiledChain, Sampler, Shown
 from perdure.decode.sampling.stage import BreakerTable, Candidates
-from perdure.decode.slots import PendingPrefix, ReuseReport, SlotAssignment
 from perdure.decode.stops import RepetitionGuard, TextStream
 from perdure.engine.adapters import AdapterSet, AdapterTable
 from perdure.engine.context import Context
@@ -30,6 +39,25 @@ from perdure.engine.row_kernels import NothingToDraw
 from perdure.engine.state import Checkpoint
 from perdure.engine.trace import StepLogits, Trace
 from perdure.errors import ContextOverflow, GrammarError, InvalidInputError
+
+
+@dataclass(frozen=True, slots=True)
+class SlotAssignment:
+    """A slot (a sequence of the engine) that starts with the first `cached` tokens of a prompt."""
+
+    seq: int
+    cached: int
+    report: ReuseReport
+
+
+@dataclass(frozen=True, slots=True)
+class PendingPrefix:
+    """There is room, but another request is about to compute what this one needs: the first `length` tokens
+    of slot `seq`. `since` tells that request from the next one in the same slot."""
+
+    seq: int
+    length: int
+    since: int
 
 
 class TokensView(Sequence[int]):

@@ -34,8 +34,7 @@ from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.chat.transcript import Transcript
 from perdure.checks import is_whole
 from perdure.config import SETTLED
-from perdure.decode.request import take_deadline
-from perdure.decode.slots import Plan, ReuseReport, TierUsage
+from perdure.decode.request import Plan, ReuseReport, TierUsage, take_deadline
 from perdure.decode.stream import Stream, StreamPlan, submitted
 from perdure.errors import (
     InvalidInputError,

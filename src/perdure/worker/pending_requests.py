@@ -13,8 +13,16 @@ from typing import Any, cast
 
 from perdure.decode.embedding import EmbeddingFuture
 from perdure.decode.output_queue import NAP, Canceller, OutputQueue, notify
-from perdure.decode.request import Delta, FinishReason, Reply, Request, Timings, TokenLogprob, Usage
-from perdure.decode.slots import ReuseReport
+from perdure.decode.request import (
+    Delta,
+    FinishReason,
+    Reply,
+    Request,
+    ReuseReport,
+    Timings,
+    TokenLogprob,
+    Usage,
+)
 from perdure.errors import BusyError, ClosedError, EngineDiedError, InvalidInputError
 from perdure.events.event import Ended
 from perdure.events.hub import EventHub

@@ -22,7 +22,8 @@ from perdure.cache.slots.swap_slots import SwapSlots
 from perdure.cache.tiers.memory import MemoryTier
 from perdure.cache.tiers.tiered import Tiers
 from perdure.cache.tiers.write_behind import WriteBehind
-from perdure.decode.slots import KeptPrefix, PendingPrefix, ReuseReport, SlotAssignment
+from perdure.decode.request import KeptPrefix, ReuseReport
+from perdure.decode.sequence import PendingPrefix, SlotAssignment
 from perdure.engine.adapters import AdapterSet
 from perdure.engine.context import Context
 from perdure.errors import EngineError

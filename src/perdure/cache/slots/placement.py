@@ -18,7 +18,7 @@ from perdure.cache.block_cache import BlockCache
 from perdure.cache.eviction import Eviction, Standing, Use, worth
 from perdure.cache.prefix_search import common_prefix_length
 from perdure.cache.slots.checkpoints import SlotCheckpoints
-from perdure.decode.slots import PendingPrefix
+from perdure.decode.sequence import PendingPrefix
 from perdure.engine.adapters import AdapterSet
 from perdure.engine.context import Context
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from perdure.cache.block import Block, BlockId
 from perdure.cache.tiers.disk import DiskTier
 from perdure.cache.tiers.encryption import Encryption
-from perdure.decode.slots import KeptPrefix
+from perdure.decode.request import KeptPrefix
 from perdure.errors import StoreLockedError
 
 MODELS = "models"

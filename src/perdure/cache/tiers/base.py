@@ -26,7 +26,7 @@ from typing import ClassVar
 
 from perdure.cache.block import Block, BlockId, BlockMeta
 from perdure.cache.eviction import Eviction
-from perdure.decode.slots import KeptPrefix
+from perdure.decode.request import KeptPrefix
 
 
 class BlockTier(ABC):

@@ -13,7 +13,7 @@ from perdure.cache.block import Block, BlockId, BlockMeta, block_id_of
 from perdure.cache.kept_prefixes import KeptPrefixes, drop_plan
 from perdure.cache.prefix_search import ANY_TOKEN, beginnings, continuations
 from perdure.cache.tiers.encryption import KnownChildren
-from perdure.decode.slots import KeptPrefix
+from perdure.decode.request import KeptPrefix
 from perdure.errors import InvalidInputError
 from perdure.store.index import Index
 

@@ -27,7 +27,7 @@ from perdure.cache.tiers.encryption import (
     write_mark,
 )
 from perdure.cache.tiers.shares import Shares
-from perdure.decode.slots import KeptPrefix
+from perdure.decode.request import KeptPrefix
 from perdure.errors import (
     StoreDamagedError,
     StoreError,

@@ -33,7 +33,7 @@ from perdure.cache.tiers.block_index import BlockTable
 from perdure.cache.tiers.encryption import Seal
 from perdure.cache.tiers.places import Place
 from perdure.cache.tiers.shares import Shares
-from perdure.decode.slots import KeptPrefix
+from perdure.decode.request import KeptPrefix
 from perdure.errors import CorruptStateError, StoreError
 from perdure.store.index import Index
 

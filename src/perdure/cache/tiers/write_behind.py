@@ -11,7 +11,7 @@ from typing import TypeVar
 from perdure.cache.block import AnyBlock, Block, BlockId
 from perdure.cache.prefix_search import ChildIndex, key_of, merged
 from perdure.cache.tiers.base import BlockTier
-from perdure.decode.slots import KeptPrefix
+from perdure.decode.request import KeptPrefix
 from perdure.errors import StoreError
 
 log = logging.getLogger("perdure.store")

@@ -19,7 +19,7 @@ from perdure.config import N_CTX, STORE_BYTES
 if TYPE_CHECKING:
     from perdure.cache.block import BlockMeta
     from perdure.cache.tiers.disk import DiskTier
-    from perdure.decode.slots import KeptPrefix
+    from perdure.decode.request import KeptPrefix
 
 app = typer.Typer(help="Computed state that is kept between runs.", no_args_is_help=True)
 

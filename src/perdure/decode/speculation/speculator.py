@@ -422,9 +422,6 @@ class Speculator:
 
     def forget(self, sequence: TokenSequence) -> None:
         """A sequence has ended."""
-        if not sequence.request.speculate:
-            # Nobody was asked to guess for it.
-            return
         self._streams.pop(sequence, None)
         for drafter in self._drafters:
             drafter.forget(sequence)

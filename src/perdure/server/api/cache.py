@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query
 from pydantic import Field
 
 from perdure.cache.cache_view import BlockInfo
-from perdure.decode.slots import KeptPrefix
+from perdure.decode.request import KeptPrefix
 from perdure.errors import BusyError, ContextOverflow, InvalidInputError, PerdureError
 from perdure.server.core.api_error import ApiError
 from perdure.server.core.app_state import AppState, AppStateDep, CallerDep, LoadedDep, ServedDep

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from perdure.chat.message import Message
-from perdure.decode.slots import TierUsage
+from perdure.decode.request import TierUsage
 from perdure.server.core.schemas import Items, Label, Name, RequestSchema, ResponseSchema
 from perdure.server.protocols.chat import ChatMessage, ChatOptionsSchema
 from perdure.sessions.importing import ImportResult

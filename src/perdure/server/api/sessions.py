@@ -14,7 +14,7 @@ from starlette.responses import FileResponse, PlainTextResponse, Response, Strea
 
 from perdure.atomic import open_private, translate_os_errors, write_all
 from perdure.chat.message import Message
-from perdure.decode.slots import Plan
+from perdure.decode.request import Plan
 from perdure.errors import StoreFullError
 from perdure.server.api.session_schemas import (
     AppendRequest,

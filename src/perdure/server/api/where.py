@@ -11,7 +11,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from perdure.decode.slots import Plan
+from perdure.decode.request import Plan
 from perdure.errors import InvalidInputError
 from perdure.server.core.app_state import AppState, AppStateDep, Caller, CallerDep
 from perdure.server.core.schemas import ResponseSchema, errors

@@ -24,8 +24,7 @@ from perdure import system
 from perdure.atomic import atomic_write
 from perdure.chat.difference import Miss
 from perdure.chat.reply import ChatReply
-from perdure.decode.request import Reply, Timings, Usage
-from perdure.decode.slots import ReuseReport
+from perdure.decode.request import Reply, ReuseReport, Timings, Usage
 from perdure.errors import ClosedError, PerdureError
 
 if TYPE_CHECKING:

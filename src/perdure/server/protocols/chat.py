@@ -12,8 +12,7 @@ from pydantic import Field
 from perdure.chat.message import Message, parse_messages
 from perdure.chat.options import RESERVED
 from perdure.chat.reply import CallDelta, ChatDelta, ChatReply
-from perdure.decode.request import TokenLogprob
-from perdure.decode.slots import KeptPrefix
+from perdure.decode.request import KeptPrefix, TokenLogprob
 from perdure.server.core.api_error import ApiError
 from perdure.server.core.app_state import AppState
 from perdure.server.core.protocol import DONE, Events, EventTemplate, event

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from perdure.decode.slots import KeptPrefix
+from perdure.decode.request import KeptPrefix
 from perdure.errors import ContextOverflow, InvalidInputError
 from perdure.server.core.api_error import ApiError
 from perdure.server.core.app_state import AppState

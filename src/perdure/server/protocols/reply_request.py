@@ -12,7 +12,7 @@ from pydantic import Field
 
 from perdure.chat.message import Message
 from perdure.chat.side_requests import side_request
-from perdure.decode.slots import KeptPrefix
+from perdure.decode.request import KeptPrefix
 from perdure.errors import PerdureError, SessionError, SessionExistsError, StoreError
 from perdure.runtime import Runtime
 from perdure.server.core.api_error import ApiError

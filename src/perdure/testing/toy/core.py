@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from perdure.engine.contract import Adapter, Batch, Capture, Floats, Outcome
 from perdure.errors import EngineError
 from perdure.memory import MemorySpec
-from perdure.testing.toy.faults import Faults, PlannedFault, Trouble
+from perdure.testing.toy.faults import Faults, PlannedFault
 
 WIDTH = 16
 """Numbers of a hidden state."""
@@ -49,6 +49,62 @@ class Ending:
     end: int
     length: int
     by: float
+
+
+class Trouble:
+    """The faults still to come in one context, and the calls counted so far. Tests may add to it."""
+
+    def __init__(self, plan: Faults) -> None:
+        self.calls = set(plan.calls)
+        self.decodes = dict(plan.decodes)
+        self.writes = set(plan.writes)
+        self.lies = dict(plan.lies)
+        self.pace = plan.pace
+        self.gate = plan.gate
+        self.n_calls = self.n_decodes = self.n_writes = self.n_questions = 0
+
+    # Adding to it.
+
+    def fail_call(self, ahead: int = 1) -> None:
+        """Let the native call that is `ahead` calls from now fail."""
+        self.calls.add(self.n_calls + ahead)
+
+    def fail_decode(self, outcome: Outcome = Outcome.FAILED, *, after: int = 0, ahead: int = 1) -> None:
+        """Let the decode that is `ahead` decodes from now end with `outcome` after so many tokens."""
+        self.decodes[self.n_decodes + ahead] = PlannedFault(outcome, after)
+
+    def refuse_write(self, ahead: int = 1) -> None:
+        self.writes.add(self.n_writes + ahead)
+
+    def lie(self, by: int, ahead: int = 1) -> None:
+        self.lies[self.n_questions + ahead] = by
+
+    def forget(self) -> None:
+        """Let nothing go wrong from here on."""
+        self.calls.clear()
+        self.decodes.clear()
+        self.writes.clear()
+        self.lies.clear()
+
+    # Asked by the core, once a call.
+
+    def strikes(self) -> bool:
+        self.n_calls += 1
+        return self.n_calls in self.calls
+
+    def decode(self) -> PlannedFault | None:
+        struck = self.strikes()
+        self.n_decodes += 1
+        return PlannedFault() if struck else self.decodes.get(self.n_decodes)
+
+    def write(self) -> bool:
+        struck = self.strikes()
+        self.n_writes += 1
+        return struck or self.n_writes in self.writes
+
+    def newest(self) -> int:
+        self.n_questions += 1
+        return self.lies.get(self.n_questions, 0)
 
 
 class ToyCore:
