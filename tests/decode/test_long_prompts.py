@@ -125,21 +125,23 @@ def slow(rt: Runtime) -> None:
 
 def test_a_newcomer_interrupts_a_prompt_that_is_read_alone(gate: Turnstile) -> None:
     """The first token of a short request does not wait for a long step; the long one loses nothing else."""
+    prompt = PROMPT * 2
     with (
         open_toy(gate=gate, n_ctx=1024, slots=2) as rt,
-        rt.submit(PROMPT, max_tokens=3, seed=1, ignore_eos=True) as long,
+        rt.submit(prompt, max_tokens=3, seed=1, ignore_eos=True) as long,
     ):
         gate.pass_through(100)
         slow(rt)
         with rt.submit([7] * 4, max_tokens=1) as short:
-            # The held step is given up: with no more than these the newcomer is served, in chunks of 64.
-            gate.admit(64 + 4)
+            # The held step, of which 300 tokens are left, is given up, perhaps after one more. The newcomer
+            # is served in chunks of 64: in the first of them, or where it is the other's turn in the second.
+            gate.admit(2 * 64 + 1)
             assert short.reply(30).finish_reason
             assert not long.done
         gate.open()
         reply = long.reply(30)
     with open_toy(n_ctx=1024, slots=2) as alone:
-        assert alone.generate(prompt=PROMPT, max_tokens=3, seed=1, ignore_eos=True).tokens == reply.tokens
+        assert alone.generate(prompt=prompt, max_tokens=3, seed=1, ignore_eos=True).tokens == reply.tokens
 
 
 def test_a_prompt_is_read_to_its_end_however_many_newcomers_come(gate: Turnstile) -> None:
