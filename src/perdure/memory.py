@@ -26,6 +26,8 @@ class MemorySpec:
     """Some layers keep only the last `window` tokens."""
     has_recurrent_state: ClassVar[bool] = False
     """Some layers keep one state for all tokens so far."""
+    overwrites: ClassVar[bool] = True
+    """Whether a step can overwrite what the way back needs; `loses` says which one does."""
 
     window: int | None = None
     keeps_window: bool = True
@@ -71,7 +73,7 @@ class MemorySpec:
 
     def loses(self, count: int, steps: int) -> bool:
         """Whether `count` more tokens, computed in `steps` steps, overwrite what the way back needs."""
-        return count > 1
+        return self.overwrites and count > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +82,7 @@ class FullAttention(MemorySpec):
 
     name: ClassVar[str] = "full"
     has_rows: ClassVar[bool] = True
+    overwrites: ClassVar[bool] = False
 
     @property
     def cuts(self) -> bool:
@@ -90,9 +93,6 @@ class FullAttention(MemorySpec):
 
     def shortest_cut(self, length: int, oldest: int) -> int:
         return 1
-
-    def loses(self, count: int, steps: int) -> bool:
-        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

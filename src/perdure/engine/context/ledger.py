@@ -100,8 +100,8 @@ class Undo:
 
     def mark(self, seq: int, count: int, *, steps: int = 1) -> Mark:
         """Where `seq` stands, with what it takes to come back after `count` tokens went wrong."""
-        length = self._ledger.length(seq)
-        if not length or not self._memory.loses(count, steps):
+        length, memory = self._ledger.length(seq), self._memory
+        if not length or not memory.overwrites or not memory.loses(count, steps):
             return length, None
         return length, self._core.read(seq, partial=True)
 
