@@ -226,7 +226,7 @@ class AdapterTable:
         """The files, with their scales, of adapters that `scales` name; without any, of the default. Only
         names are looked up: `scales` may be somebody's text."""
         if scales is None:
-            return dict(self._default or {})
+            return dict(self.default or {})
         found = {}
         for source, scale in scales.items():
             name, layers = split_layers(str(source))
