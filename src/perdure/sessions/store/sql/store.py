@@ -31,6 +31,7 @@ from perdure.sessions.store.sql.tables import (
     Rows,
     TurnTable,
     Value,
+    check_session,
     json_text,
     proved_session,
     read_tree,
@@ -41,6 +42,7 @@ from perdure.sessions.store.sql.tables import (
 )
 from perdure.sessions.turn import FIRST, Turn
 
+_HEAD, _UPDATED = SESSION_COLUMNS.index("head"), SESSION_COLUMNS.index("updated")
 _SEARCHED = 64
 """Sessions that a search reads at a time."""
 
@@ -206,18 +208,19 @@ class SqlStore:
             for turn in turns:
                 parent = self._add_turn(session.namespace, parent, turn)
                 numbers.append(parent)
-            self._move(before, parent)
-            if following is not None:
-                self._move(following, parent)
+            self._move(session, before, parent)
+            if follower is not None and following is not None:
+                self._move(follower, following, parent)
             return numbers
 
     def note(self, session: SessionInfo, origin: Mapping[str, Any]) -> SessionInfo:
         """Write down something else of where a session comes from."""
         with self._writing(session.namespace):
-            number = self._standing(session).number
+            number = session.number
+            self._standing(session)
             self._db.run("UPDATE session SET origin = ? WHERE number = ?", json_text(dict(origin)), number)
             self._write_checksum(number)
-            return self._standing(session)
+            return proved_session(self._row(session))
 
     def move(self, session: SessionInfo, head: int, *, digest: bytes, expected: int) -> None:
         """Let a session stand at another turn. Refused as `add` is."""
@@ -225,7 +228,7 @@ class SqlStore:
             self._fence(session)
             before = self._standing(session, expected)
             self._turns.check(head, digest)
-            self._move(before, head)
+            self._move(session, before, head)
 
     def delete(self, session: SessionInfo) -> None:
         with self._writing(session.namespace):
@@ -446,8 +449,16 @@ class SqlStore:
             raise CorruptStateError(f"another session is found in the place of {name!r}: {ADVICE}")
         return found
 
-    def _standing(self, session: SessionInfo, expected: int | None = None) -> SessionInfo:
-        """That very session as it is now."""
+    def _standing(self, session: SessionInfo, expected: int | None = None) -> tuple[int, float]:
+        """The turn at which that very session stands now, and when it was last changed."""
+        row = self._row(session)
+        check_session(row, f": {ADVICE}")
+        head, updated = row[_HEAD], row[_UPDATED]
+        if expected is not None and head != expected:
+            raise SessionError(f"session {session.name!r} was changed meanwhile: nothing was done")
+        return head, updated
+
+    def _row(self, session: SessionInfo) -> Sequence[Any]:
         found = self._db.rows(
             f"{SESSION} WHERE s.number = ? AND s.namespace = ? AND s.name = ?",
             session.number,
@@ -456,23 +467,22 @@ class SqlStore:
         )
         if not found:
             raise SessionNotFoundError(f"session {session.name!r} was deleted")
-        now = proved_session(found[0])
-        if expected is not None and now.head != expected:
-            raise SessionError(f"session {session.name!r} was changed meanwhile: nothing was done")
-        return now
+        return found[0]
 
     def _delete(self, session: SessionInfo) -> None:
-        found = self._standing(session)
-        self._db.run("DELETE FROM session WHERE number = ?", found.number)
-        self._count(found.namespace, sessions=-1)
-        self._prune(found.namespace, found.head)
+        head, _ = self._standing(session)
+        self._db.run("DELETE FROM session WHERE number = ?", session.number)
+        self._count(session.namespace, sessions=-1)
+        self._prune(session.namespace, head)
 
-    def _move(self, session: SessionInfo, head: int) -> None:
+    def _move(self, session: SessionInfo, before: tuple[int, float], head: int) -> None:
+        """Let a session stand at `head`, which stood where `_standing` says."""
+        left, updated = before
         # Later than before, whatever the clock says: lists are in this order.
-        now = max(time.time(), session.updated)
+        now = max(time.time(), updated)
         self._db.run("UPDATE session SET head = ?, updated = ? WHERE number = ?", head, now, session.number)
         self._write_checksum(session.number)
-        self._prune(session.namespace, session.head)
+        self._prune(session.namespace, left)
 
     def _write_checksum(self, session: int) -> None:
         """After a change."""

@@ -120,12 +120,10 @@ def row_limit(limit: int | None) -> int:
     return limit
 
 
-def read_session(row: Sequence[Value]) -> SessionInfo:
-    """The session in a row of `SESSION`."""
-    *said, depth, digest, found, usage = row
-    number, namespace, name, kind, head, settings, origin, created, updated = said
-    if row_checksum(*said, depth, digest) != found:
-        raise CorruptStateError(f"the entry of session {name!r} is damaged, or the turn it names is gone")
+def read_session(row: Sequence[Value], advice: str = "") -> SessionInfo:
+    """The session in a row of `SESSION`, if it is what its checksum says."""
+    check_session(row, advice)
+    number, namespace, name, kind, head, settings, origin, created, updated, depth, digest, _, usage = row
     # What is proved was once written by us.
     return SessionInfo(
         number=number,  # type: ignore[arg-type]
@@ -141,6 +139,14 @@ def read_session(row: Sequence[Value]) -> SessionInfo:
         digest=digest,  # type: ignore[arg-type]
         **_last_use(usage),
     )
+
+
+def check_session(row: Sequence[Value], advice: str = "") -> None:
+    """Raise unless a row of `SESSION` is what its checksum says."""
+    *said, checksum, _ = row
+    if row_checksum(*said) != checksum:
+        message = f"the entry of session {row[2]!r} is damaged, or the turn it names is gone"
+        raise CorruptStateError(message + advice)
 
 
 def _last_use(usage: Value) -> dict[str, Any]:
@@ -162,10 +168,7 @@ def _last_use(usage: Value) -> dict[str, Any]:
 
 def proved_session(row: Sequence[Any]) -> SessionInfo:
     """`read_session`, with what to do where it is damaged."""
-    try:
-        return read_session(row)
-    except CorruptStateError as error:
-        raise CorruptStateError(f"{error}: {ADVICE}") from error
+    return read_session(row, f": {ADVICE}")
 
 
 def read_memory(row: Sequence[Any]) -> SessionMemory:
