@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -115,7 +116,8 @@ def test_whoever_closes_it_ends_it_and_another_is_told_to_wait(
     other.button("Look inside", other.turn(1)).click()
     alert = other.page.get_by_role("dialog").get_by_role("alert")
     expect(alert.or_(other.page.locator("iframe.inside"))).to_be_visible()
-    user.button("Cancel", user.page.get_by_role("dialog")).click()
+    # On a fast machine the first one is there before the second was asked for.
+    user.page.get_by_role("dialog").get_by_role("button", name=re.compile("^(Cancel|Close)$")).click()
     expect(user.page.get_by_role("dialog")).to_have_count(0)
     if alert.is_visible():
         expect(alert).to_contain_text("one at a time")
