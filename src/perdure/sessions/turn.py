@@ -148,7 +148,10 @@ class Turn:
         """Raise `InvalidInputError` unless it reads as the same again. A store writes no other turn: what is
         refused when it is read would take its whole session with it."""
         try:
-            same = Turn.parse(json.loads(json.dumps(self.to_json())), self.before) == self
+            value = self.to_json()
+            # Whole numbers read as themselves, and there may be thousands.
+            tokens = value.pop("tokens")
+            same = Turn.parse({**json.loads(json.dumps(value)), "tokens": tokens}, self.before) == self
         except (CorruptStateError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise InvalidInputError(
                 f"this turn could not be read again, so it was not stored: {error}"
