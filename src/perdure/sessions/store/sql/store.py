@@ -496,15 +496,17 @@ class SqlStore:
 
     def _count(self, namespace: str, *, sessions: int = 0, nbytes: int = 0) -> None:
         """Write down what a namespace stores more or less than before; refused beyond its quota."""
-        self._db.run("INSERT INTO usage VALUES (?, 0, 0) ON CONFLICT (namespace) DO NOTHING", namespace)
         self._db.run(
-            "UPDATE usage SET sessions = CASE WHEN sessions > ? THEN sessions + ? ELSE 0 END,"
-            " nbytes = CASE WHEN nbytes > ? THEN nbytes + ? ELSE 0 END WHERE namespace = ?",
+            "INSERT INTO usage VALUES (?, ?, ?) ON CONFLICT (namespace) DO UPDATE SET"
+            " sessions = CASE WHEN usage.sessions > ? THEN usage.sessions + ? ELSE 0 END,"
+            " nbytes = CASE WHEN usage.nbytes > ? THEN usage.nbytes + ? ELSE 0 END",
+            namespace,
+            max(0, sessions),
+            max(0, nbytes),
             -sessions,
             sessions,
             -nbytes,
             nbytes,
-            namespace,
         )
         quota = self._quotas.get(namespace)
         if quota is None:
