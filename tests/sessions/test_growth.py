@@ -335,3 +335,18 @@ def test_pages_of_memories(tmp_path: Path) -> None:
         rest = [memory.address for memory in sessions.memories.search(after=first[-1])]
         assert first + rest == made
         assert [turn.kind for turn in session.history(limit=3)] == []
+
+
+@pytest.mark.parametrize("back", [1, 5])
+def test_the_memory_of_turns_is_counted_right_after_going_back(
+    toy: Subject, tmp_path: Path, back: int
+) -> None:
+    """Whether few turns or most are left: what was read is given up by this count."""
+    with talking(toy, tmp_path, n_ctx=4096) as talk:
+        session = talk.session("a")
+        for number in range(6):
+            session.say(f"Number {number}", **ASK)
+        session.rewind(back)
+        session.say("Else", **ASK)
+        history = session.standing()
+        assert history.nbytes == sum(turn.nbytes for turn in history.turns)

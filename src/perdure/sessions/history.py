@@ -120,7 +120,15 @@ class _TurnChain:
             return _TurnChain((), (), self.before, self.read, self.start)
         self.read_to(count - 1)
         kept = count - self.first
-        return _TurnChain(self.numbers[:kept], self.turns[:kept], self.before, self.read, self.start)
+        line = _TurnChain((), (), self.before, self.read, self.start)
+        left = self.turns[kept:]
+        if len(left) >= kept:
+            line.grow(self.numbers[:kept], self.turns[:kept])
+            return line
+        # Mostly one turn is left, and to weigh them all takes longer than the next reply.
+        line.numbers, line.turns = self.numbers[:kept], self.turns[:kept]
+        line.nbytes = self.nbytes - sum(turn.nbytes for turn in left)
+        return line
 
 
 class History:
