@@ -18,7 +18,7 @@ from perdure import InvalidInputError, LogitsView, Reply, Runtime
 from perdure.backend import LocalBackend
 from perdure.decode.sequence import TokenSequence
 from perdure.decode.speculation.drafter import Draft
-from perdure.decode.speculation.ngrams import INDEXED, NgramIndex
+from perdure.decode.speculation.ngrams import EARLIER, INDEXED, NAMESPACES, EarlierReplies, NgramIndex
 from perdure.memory import MEMORY_KINDS, FullAttention, MemorySpec
 from perdure.testing.toy import ToyModel
 from perdure.testing.toy.core import Trouble
@@ -334,6 +334,45 @@ def test_an_index_equals_a_search_and_is_bounded() -> None:
         if token % 7 == 0:
             index.find(1)
     assert len(index) <= 2 * INDEXED + 1
+
+
+def test_earlier_replies_are_gone_on_with_and_bounded() -> None:
+    earlier = EarlierReplies()
+    earlier.add(array("i", range(10, 30)))
+    earlier.add(array("i", range(50, 60)))
+    last = array("i", [7, 7, *range(12, 20)])
+    assert earlier.find(last, 4) == [20, 21, 22, 23]
+    # No further than the reply went, and not with fewer tokens that are the same.
+    assert earlier.find(array("i", range(20, 28)), 5) == [28, 29]
+    assert earlier.find(array("i", [7, 7, 7, 7, 7, 17, 18, 19]), 5) == []
+    assert earlier.find(array("i", range(52, 60)), 5) == []
+    dice = random.Random(5)
+    for size in (20, EARLIER, 3 * EARLIER, 700, EARLIER - 1, 3, 40):
+        reply = array("i", [dice.randrange(1 << 20) for _ in range(size)])
+        earlier.add(reply)
+        assert len(earlier) <= 2 * EARLIER
+        if size > 8:
+            assert earlier.find(reply[:8], 3) == reply[8:11].tolist()
+
+
+def test_a_reply_that_was_given_before_is_guessed_within_its_namespace_alone() -> None:
+    """V1: a guess comes from the prompt, the reply, or earlier replies of the same namespace."""
+    prompt = [40 + at * 7 % 50 for at in range(30)]
+    asked: dict[str, Any] = {"max_tokens": 60, "temperature": 1.0, "seed": 5, "ignore_eos": True}
+    with open_toy(n_ctx=1024, slots=1) as rt:
+
+        def said(namespace: str) -> tuple[tuple[int, ...], int]:
+            reply = rt.generate(prompt, **asked, speculate=8, namespace=namespace)
+            return tuple(reply.tokens), reply.timings.accepted_tokens
+
+        plain = tuple(rt.generate(prompt, **asked).tokens)
+        (first, cold), (again, warm), (other, elsewhere) = said("a"), said("a"), said("b")
+        assert first == again == other == plain
+        assert warm > cold + 20
+        assert elsewhere == cold
+        for number in range(NAMESPACES):
+            said(f"n{number}")
+        assert said("a")[1] == cold
 
 
 def test_n_grams_guess_right_where_text_repeats() -> None:

@@ -5,12 +5,14 @@
 
 A prompt holds the earlier turns of its session, so those are searched too. Who repeats a text with changes
 leaves it for a token or a few and comes back. So where the last tokens did not come before, the text that
-was followed until then is taken up again, as if what was written had replaced as many tokens of it.
+was followed until then is taken up again, as if what was written had replaced as many tokens of it. Where
+there is none, what other replies of the namespace went on with is the guess.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -28,6 +30,14 @@ _APART = 32
 """Tokens after which a text that was left is not taken up again."""
 _NEAR = 16
 """Places around the expected one that are searched for the last token, where a text is taken up again."""
+EARLIER = 1 << 13
+"""Tokens of earlier replies of a namespace that are searched at least. They take at most 2 MB."""
+NAMESPACES = 8
+"""Namespaces whose earlier replies are searched, those that had one last."""
+_SURE = 6
+"""Tokens that must be the same for a guess by another reply: it may be about something else."""
+_EARLIER = "ngram, earlier reply"
+"""What such guesses are called."""
 _TAKEN_UP = "ngram, taken up"
 """What guesses are called that have no n-gram behind them: how often they are right is measured apart."""
 _FACTORS = (1_000_003 * 1_000_003, 1_000_003, 1)
@@ -117,13 +127,59 @@ def _key(first: int, second: int, third: int) -> int:
     return first * _FACTORS[0] + second * _FACTORS[1] + third
 
 
+class EarlierReplies:
+    """Replies that have ended, one behind the other, and where each of their n-grams was last.
+
+    Always holds: it has at most twice `EARLIER` tokens.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = array("i")
+        self._places: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def add(self, reply: array[int]) -> None:
+        """Search a reply from now on, the first tokens of it."""
+        if len(reply) <= _SURE:
+            return
+        # The last is no token: nothing is followed from one reply into the next.
+        reply = reply[: EARLIER - 1] + array("i", [-1])
+        if len(self) + len(reply) > 2 * EARLIER:
+            kept = self._tokens[len(self) - EARLIER :]
+            self._tokens, self._places = array("i"), {}
+            self._append(kept)
+        self._append(reply)
+
+    def _append(self, tokens: array[int]) -> None:
+        start = len(self) + SIZE
+        self._tokens += tokens
+        for place in range(start, len(self)):
+            self._places[_key(*self._tokens[place - SIZE : place])] = place
+
+    def find(self, tokens: array[int], count: int) -> list[int]:
+        """At most `count` tokens that came behind the last of `tokens` in a reply."""
+        end = len(tokens)
+        if end < _SURE:
+            return []
+        place = self._places.get(_key(*tokens[end - SIZE : end]))
+        if place is None or self._tokens[max(0, place - _SURE) : place] != tokens[end - _SURE : end]:
+            return []
+        found = self._tokens[place : place + count].tolist()
+        return found[: found.index(-1)] if -1 in found else found
+
+
 class NgramDrafter:
-    """Guesses that a sequence goes on as it did where its last tokens came before."""
+    """Guesses that a sequence goes on as it did where its last tokens came before, or as another of its
+    namespace did."""
 
     name = "ngram"
 
     def __init__(self) -> None:
         self._indices: WeakKeyDictionary[TokenSequence, NgramIndex] = WeakKeyDictionary()
+        self._earlier: OrderedDict[str, EarlierReplies] = OrderedDict()
+        """By namespace, the one that had a reply last at the end."""
 
     def draft(self, sequence: TokenSequence, count: int) -> Draft | None:
         index = self._indices.get(sequence)
@@ -131,7 +187,9 @@ class NgramDrafter:
             index = self._indices[sequence] = NgramIndex(sequence.tokens)
         tokens, same = index.find(count)
         if not tokens:
-            return None
+            earlier = self._earlier.get(sequence.request.namespace)
+            tokens = [] if earlier is None else earlier.find(sequence.tokens, count)
+            return Draft(tokens, 0.68, _EARLIER) if tokens else None
         if not same:
             return Draft(tokens, 0.68, _TAKEN_UP)
         # Each token more that is the same halves the doubt.
@@ -139,6 +197,12 @@ class NgramDrafter:
 
     def forget(self, sequence: TokenSequence) -> None:
         self._indices.pop(sequence, None)
+        namespace = sequence.request.namespace
+        self._earlier.setdefault(namespace, EarlierReplies()).add(sequence.tokens[sequence.prompt_length :])
+        self._earlier.move_to_end(namespace)
+        if len(self._earlier) > NAMESPACES:
+            self._earlier.popitem(last=False)
 
     def close(self) -> None:
         self._indices.clear()
+        self._earlier.clear()
