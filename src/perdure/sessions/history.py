@@ -121,13 +121,13 @@ class _TurnChain:
         self.read_to(count - 1)
         kept = count - self.first
         line = _TurnChain((), (), self.before, self.read, self.start)
-        left = self.turns[kept:]
-        if len(left) >= kept:
+        dropped = self.turns[kept:]
+        if len(dropped) >= kept:
             line.grow(self.numbers[:kept], self.turns[:kept])
             return line
-        # Mostly one turn is left, and to weigh them all takes longer than the next reply.
+        # Mostly one turn is dropped, of thousands: the others are not weighed again.
         line.numbers, line.turns = self.numbers[:kept], self.turns[:kept]
-        line.nbytes = self.nbytes - sum(turn.nbytes for turn in left)
+        line.nbytes = self.nbytes - sum(turn.nbytes for turn in dropped)
         return line
 
 
