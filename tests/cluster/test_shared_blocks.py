@@ -85,8 +85,9 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def machine(url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., SharedTier]]:
-    """Opens the place as another machine would. Lists are read when the test says so."""
-    monkeypatch.setattr(shared, "_LOOKED_AT", 3600.0)
+    """Opens the place as another machine would. Lists are read only when the test says so: a list that the
+    watching thread reads beside a `drop` brings back what was dropped."""
+    monkeypatch.setattr(SharedTier, "_watch", lambda tier: None)
     with ExitStack() as held:
 
         def opened(*, key: bytes = KEY, identity: bytes = b"i", budget: int = PLENTY) -> SharedTier:
