@@ -84,13 +84,13 @@ def build(app_state: AppState) -> FastAPI:
 
 def request_schemas() -> dict[type[RequestSchema], list[str]]:
     """What clients may send, and the paths that take it."""
-    found: dict[type[RequestSchema], list[str]] = {}
+    paths: dict[type[RequestSchema], list[str]] = {}
     routers = [router for protocol in PROTOCOLS for router in protocol.routers]
     for router in [*routers, *_API]:
         for route in router.routes:
             if isinstance(route, APIRoute) and (schema := body_schema(route.endpoint)) is not None:
-                found.setdefault(schema, []).append(route.path)
-    return found
+                paths.setdefault(schema, []).append(route.path)
+    return paths
 
 
 def _prepare(app: FastAPI) -> None:

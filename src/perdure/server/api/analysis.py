@@ -72,17 +72,17 @@ class ProgressEvent(ResponseSchema):
 async def analyse(
     name: Named,
     turn: Annotated[int, Path(ge=1, lt=2**31)],
-    asked: AnalysisRequest,
+    body: AnalysisRequest,
     request: Request,
     app_state: ServedDep,
     caller: CallerDep,
 ) -> Response:
     """Look inside a reply: surprise, attention by head, keys and values, logit lens, experts, and the time by
     tier. The model reads the conversation once more, in a process of its own; one at a time."""
-    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
+    refuse_fields(body, strict=app_state.strict, refused={}, notes=caller.notes)
     job = await app_state.call(_job, app_state, caller, name, turn)
     run = AnalysisRun(job, app_state, caller, name, turn)
-    if asked.stream:
+    if body.stream:
         return EventResponse(run, SSE, app_state.limits)
     return Response(await while_connected(request, run.whole()), media_type="application/json")
 
@@ -155,10 +155,10 @@ class AnalysisRun:
             # Now that the next one can begin.
             await sink.close([Event(b"analysis", answer)])
         except Exception as error:
-            told = self._told(error)
+            api_error = self._api_error(error)
             if not sink.is_open:
-                raise told from error
-            await sink.close([named_event({"type": "error", **told.body})], told)
+                raise api_error from error
+            await sink.close([named_event({"type": "error", **api_error.body})], api_error)
 
     async def whole(self) -> bytes:
         """The answer, once it is there."""
@@ -168,7 +168,7 @@ class AnalysisRun:
                     if isinstance(each, bytes):
                         return each
         except Exception as error:
-            raise self._told(error) from error
+            raise self._api_error(error) from error
         raise AssertionError("an analysis ends with a page or an error")
 
     async def _messages(self) -> AsyncGenerator[ProgressEvent | bytes, None]:
@@ -226,7 +226,7 @@ class AnalysisRun:
         # In the thread: it may have some megabytes.
         return answer.model_dump_json().encode()
 
-    def _told(self, error: Exception) -> ApiError:
+    def _api_error(self, error: Exception) -> ApiError:
         if self._app_state.stopping:
             return stopping()
         if isinstance(error, TimeoutError):

@@ -123,10 +123,10 @@ async def blocks(
     with the id `after`."""
     if not app_state.is_loaded:
         return BlockList(data=[], has_more=False)
-    found = await app_state.call(
+    page = await app_state.call(
         app_state.runtime.cache.blocks, namespace=caller.namespace, limit=limit + 1, after=after
     )
-    return BlockList(data=found[:limit], has_more=len(found) > limit)
+    return BlockList(data=page[:limit], has_more=len(page) > limit)
 
 
 @router.get("/tree", responses=errors(404))
@@ -144,14 +144,14 @@ async def tree(
 
 
 @router.post("/warm", status_code=201, responses=errors(404, 507))
-async def warm(asked: WarmRequest, app_state: ServedDep, caller: CallerDep) -> RecordAnswer:
+async def warm(body: WarmRequest, app_state: ServedDep, caller: CallerDep) -> RecordAnswer:
     """Compute a prefix once, and keep it."""
-    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
-    runtime, prompt = app_state.runtime, asked.prompt
+    refuse_fields(body, strict=app_state.strict, refused={}, notes=caller.notes)
+    runtime, prompt = app_state.runtime, body.prompt
     try:
         # Nobody can end it: a client that leaves pays for it all the same.
         record = await app_state.work(
-            runtime.cache.warm, prompt, labels=asked.labels, namespace=caller.namespace
+            runtime.cache.warm, prompt, labels=body.labels, namespace=caller.namespace
         )
     except (InvalidInputError, ContextOverflow, BusyError):
         raise
@@ -195,8 +195,8 @@ def _record(record: KeptPrefix) -> RecordAnswer:
 
 def _runs(app_state: AppState, namespace: str, parent: str | None, limit: int, after: int) -> RunList:
     runtime = app_state.runtime
-    found = runtime.cache.runs(parent, namespace=namespace, limit=limit + 1, after=after)
-    if found is None:
+    runs = runtime.cache.runs(parent, namespace=namespace, limit=limit + 1, after=after)
+    if runs is None:
         raise ApiError(
             404,
             "this prefix is no longer kept: look at the tree again",
@@ -215,9 +215,9 @@ def _runs(app_state: AppState, namespace: str, parent: str | None, limit: int, a
             labels=list(run.labels),
             follows=run.follows,
         )
-        for run in found[:limit]
+        for run in runs[:limit]
     ]
-    return RunList(data=data, has_more=len(found) > limit)
+    return RunList(data=data, has_more=len(runs) > limit)
 
 
 def _read(app_state: AppState, namespace: str, limit: int, after: str | None) -> CacheAnswer:

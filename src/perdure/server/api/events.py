@@ -50,12 +50,12 @@ class _Source:
         # At once, so that a client knows that it is heard.
         await sink.send(self.keep_alive())
         while not self._subscription.over and not self._app_state.stopping:
-            found = [self._event(each) for each in self._subscription.poll()]
+            events = [self._event(each) for each in self._subscription.poll()]
             if (dropped := self._subscription.dropped) > self._dropped:
-                found.append(protocol.named_event({"type": "Dropped", "dropped": dropped - self._dropped}))
+                events.append(protocol.named_event({"type": "Dropped", "dropped": dropped - self._dropped}))
                 self._dropped = dropped
-            if found:
-                await sink.send(found)
+            if events:
+                await sink.send(events)
             await asyncio.sleep(_NAP)
         await sink.close(())
 

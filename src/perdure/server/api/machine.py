@@ -215,7 +215,7 @@ def _catalogue(app_state: AppState) -> CatalogueList:
 async def usage(app_state: AppStateDep, caller: CallerDep) -> UsageList:
     """What your keys have used by day, the latest first; with a key of the operator, what every key has."""
     everyone = caller.namespace == METRICS
-    found = [
+    days = [
         UsageDay(
             key=key.id,
             namespace=key.namespace,
@@ -230,7 +230,7 @@ async def usage(app_state: AppStateDep, caller: CallerDep) -> UsageList:
         if everyone or key.namespace == caller.namespace
         for day, each in app_state.keys.usage.days(key).items()
     ]
-    return UsageList(data=sorted(found, key=lambda each: (each.day, each.namespace), reverse=True))
+    return UsageList(data=sorted(days, key=lambda each: (each.day, each.namespace), reverse=True))
 
 
 @router.get("/machine", responses=errors())
@@ -247,8 +247,8 @@ async def requests(
     before: Annotated[int | None, Query(ge=1, lt=2**53)] = None,
 ) -> RequestList:
     """Your last requests, the latest first: tokens by tier, and why not more was reused."""
-    found = app_state.recent.latest(caller.namespace, limit=limit + 1, before=before)
-    return RequestList(data=[RequestAnswer.of(each) for each in found[:limit]], has_more=len(found) > limit)
+    recent = app_state.recent.latest(caller.namespace, limit=limit + 1, before=before)
+    return RequestList(data=[RequestAnswer.of(each) for each in recent[:limit]], has_more=len(recent) > limit)
 
 
 class CancelAnswer(ResponseSchema):
@@ -281,8 +281,8 @@ async def report(app_state: AppStateDep, caller: CallerDep) -> ReportAnswer:
         ReportDay(**_sums(each), day=day, written_bytes=None if hidden else nbytes)
         for day, each, nbytes in week
     ]
-    found = app_state.recent.report(caller.namespace)
-    return ReportAnswer(**_sums(found), since=found.since, days=days)
+    totals = app_state.recent.report(caller.namespace)
+    return ReportAnswer(**_sums(totals), since=totals.since, days=days)
 
 
 def _sums(report: Report) -> dict[str, Any]:

@@ -166,10 +166,10 @@ class LoadRequest(RequestSchema):
 
 
 @router.post("/v1/models/{name:path}/load", responses=errors(404, 503, 504), tags=["perdure"])
-async def load_model(name: str, asked: LoadRequest, app_state: AppStateDep, caller: CallerDep) -> ModelAnswer:
+async def load_model(name: str, body: LoadRequest, app_state: AppStateDep, caller: CallerDep) -> ModelAnswer:
     """Load a model, and answer when it is."""
-    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
-    seconds = None if asked.keep_alive is None else parse_duration(asked.keep_alive)
+    refuse_fields(body, strict=app_state.strict, refused={}, notes=caller.notes)
+    seconds = None if body.keep_alive is None else parse_duration(body.keep_alive)
     served = await app_state.serving(name, caller.visit, caller.namespace, keep_alive=seconds)
     return await app_state.call(_model, served, served.name, app_state.check_model(name, caller.namespace))
 
@@ -201,32 +201,32 @@ async def read_model(name: str, app_state: AppStateDep) -> ModelAnswer:
 
 
 @router.post("/tokenize", responses=errors(404), tags=["tokens"])
-async def tokenize(asked: TokenizeRequest, app_state: ServedDep, caller: CallerDep) -> TokenizeAnswer:
+async def tokenize(body: TokenizeRequest, app_state: ServedDep, caller: CallerDep) -> TokenizeAnswer:
     """A text as token ids."""
-    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
+    refuse_fields(body, strict=app_state.strict, refused={}, notes=caller.notes)
     tokens = await app_state.call(
-        app_state.runtime.model.tokenize, asked.content, special=asked.special, bos=asked.add_special
+        app_state.runtime.model.tokenize, body.content, special=body.special, bos=body.add_special
     )
     return TokenizeAnswer(tokens=tokens, count=len(tokens))
 
 
 @router.post("/detokenize", responses=errors(404), tags=["tokens"])
-async def detokenize(asked: DetokenizeRequest, app_state: ServedDep, caller: CallerDep) -> DetokenizeAnswer:
+async def detokenize(body: DetokenizeRequest, app_state: ServedDep, caller: CallerDep) -> DetokenizeAnswer:
     """Token ids as text."""
-    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
-    text = await app_state.call(app_state.runtime.model.detokenize, asked.tokens, special=asked.special)
+    refuse_fields(body, strict=app_state.strict, refused={}, notes=caller.notes)
+    text = await app_state.call(app_state.runtime.model.detokenize, body.tokens, special=body.special)
     return DetokenizeAnswer(content=text)
 
 
 def _models(app_state: AppState) -> list[ModelAnswer]:
     models: list[PooledModel | None] = [*app_state.models] or [None]
-    found: list[ModelAnswer] = []
+    bases: list[ModelAnswer] = []
     adapted: list[ModelAnswer] = []
     for model in models:
         view = app_state if model is None else app_state.of_model(model)
-        found.append(_model(view, view.name, model))
+        bases.append(_model(view, view.name, model))
         adapted += [_model(view, view.name, model, adapter) for adapter in view.adapters]
-    return [*found, *adapted]
+    return [*bases, *adapted]
 
 
 def _model(

@@ -74,12 +74,12 @@ async def index(request: Request) -> Response:
     """The page for browsers; for Ollama's clients, which ask here whether somebody is there, their answer."""
     if "text/html" not in request.headers.get("accept", ""):
         return await running()
-    found = _files()
-    if "index.html" not in found:
+    page_files = _files()
+    if "index.html" not in page_files:
         raise ApiError(
             404, "this build has no page; the API is at /v1", kind="not_found_error", code="no_page"
         )
-    return _answer("index.html", found["index.html"], "no-cache")
+    return _answer("index.html", page_files["index.html"], "no-cache")
 
 
 @router.get(ASSETS + "analysis")
@@ -101,13 +101,13 @@ async def analysis_frame() -> Response:
 
 @router.get(ASSETS + "{name}")
 async def asset(name: str) -> Response:
-    found = _files().get(f"page/{name}")
-    if found is None:
+    content = _files().get(f"page/{name}")
+    if content is None:
         raise ApiError(
             404, f"there is no file {name[:100]!r} of the page", kind="not_found_error", code="not_found"
         )
     # Another content has another name.
-    return _answer(name, found, "public, max-age=31536000, immutable")
+    return _answer(name, content, "public, max-age=31536000, immutable")
 
 
 def _answer(name: str, content: bytes, cache: str) -> Response:
@@ -119,16 +119,16 @@ def _answer(name: str, content: bytes, cache: str) -> Response:
 @functools.cache
 def _files() -> dict[str, bytes]:
     """All files of the page by their paths: few, and read once."""
-    found: dict[str, bytes] = {}
+    contents: dict[str, bytes] = {}
 
     def walk(folder: Traversable, path: str) -> None:
         for entry in folder.iterdir():
             if entry.is_dir():
                 walk(entry, f"{path}{entry.name}/")
             else:
-                found[path + entry.name] = entry.read_bytes()
+                contents[path + entry.name] = entry.read_bytes()
 
     root = files("perdure.server") / "page"
     if root.is_dir():
         walk(root, "")
-    return found
+    return contents

@@ -51,11 +51,11 @@ class PullAnswer(ResponseSchema):
 
 
 @router.post("", responses=errors(403, 404, 409), status_code=202)
-async def start_pull(asked: PullRequest, app_state: AppStateDep, caller: CallerDep) -> PullAnswer:
+async def start_pull(body: PullRequest, app_state: AppStateDep, caller: CallerDep) -> PullAnswer:
     """Begin to fetch a model, with a key of the operator. A pull that was cancelled or failed goes on where
     it stopped."""
-    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
-    return PullAnswer.of(await begin_pull(asked.model, app_state, caller))
+    refuse_fields(body, strict=app_state.strict, refused={}, notes=caller.notes)
+    return PullAnswer.of(await begin_pull(body.model, app_state, caller))
 
 
 @router.get("", responses=errors(403, 404))

@@ -253,11 +253,11 @@ class StateAnswer(ResponseSchema):
 
     @classmethod
     def of(cls, session: Session) -> StateAnswer:
-        held = session.held()
+        tiers = session.held()
         return cls(
-            awake=bool(held.keys() & {"slot", "memory"}),
+            awake=bool(tiers.keys() & {"slot", "memory"}),
             tokens=len(session.tokens),
-            tiers=held,
+            tiers=tiers,
             turn_bytes=session.turn_bytes,
         )
 

@@ -82,20 +82,22 @@ async def list_sessions(
     those that have it in their names or in what was said."""
     # A search reads everything that was said.
     in_thread = app_state.call if text is None else app_state.work
-    found = await in_thread(
+    sessions = await in_thread(
         app_state.runtime.sessions.list, caller.namespace, limit=limit + 1, after=after, text=text
     )
-    return SessionList(data=[SessionSummary.of(info) for info in found[:limit]], has_more=len(found) > limit)
+    return SessionList(
+        data=[SessionSummary.of(info) for info in sessions[:limit]], has_more=len(sessions) > limit
+    )
 
 
 @router.post("", status_code=201, responses=errors(409, 507))
-async def create(asked: CreateRequest, app_state: AppStateDep, caller: CallerDep) -> SessionAnswer:
+async def create(body: CreateRequest, app_state: AppStateDep, caller: CallerDep) -> SessionAnswer:
     """A new session. One that exists is an error: nobody goes on with it by mistake."""
-    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
+    refuse_fields(body, strict=app_state.strict, refused={}, notes=caller.notes)
     return await app_state.call(
         lambda: SessionAnswer.of(
             app_state.runtime.sessions.create(
-                asked.name, system=asked.system, namespace=caller.namespace, agent=caller.agent
+                body.name, system=body.system, namespace=caller.namespace, agent=caller.agent
             )
         )
     )
@@ -182,77 +184,79 @@ async def transcript(
 
 @router.post("/{name}/turns", responses=streamed(404, 409, 507), response_model=ChatAnswer)
 async def say(
-    name: Named, asked: SayRequest, request: Request, app_state: ServedDep, caller: CallerDep
+    name: Named, body: SayRequest, request: Request, app_state: ServedDep, caller: CallerDep
 ) -> ChatAnswer | Response:
     """Say something. The turn is kept once its reply is whole; `perdure.kept` says so."""
 
     def submit() -> tuple[Sequence[Message], TurnStream]:
-        said, options = _read(asked, app_state, caller)
-        return said, _session(app_state, caller, name).submit(said, extra=caller.turn_extra, **options)
+        messages, options = _read(body, app_state, caller)
+        return messages, _session(app_state, caller, name).submit(
+            messages, extra=caller.turn_extra, **options
+        )
 
-    said, stream = await app_state.call(submit)
-    return await chat_answer(stream, asked, request, app_state, caller, session=name, messages=said)
+    messages, stream = await app_state.call(submit)
+    return await chat_answer(stream, body, request, app_state, caller, session=name, messages=messages)
 
 
 @router.post("/{name}/edit", responses=streamed(404, 409, 507), response_model=ChatAnswer)
 async def edit(
-    name: Named, asked: EditRequest, request: Request, app_state: ServedDep, caller: CallerDep
+    name: Named, body: EditRequest, request: Request, app_state: ServedDep, caller: CallerDep
 ) -> ChatAnswer | Response:
     """Say something else in an earlier turn, and go on from its new reply."""
 
     def submit() -> tuple[Sequence[Message], TurnStream]:
-        said, options = _read(asked, app_state, caller)
-        return said, _session(app_state, caller, name).submit_edit(asked.turn, said, **options)
+        messages, options = _read(body, app_state, caller)
+        return messages, _session(app_state, caller, name).submit_edit(body.turn, messages, **options)
 
-    said, stream = await app_state.call(submit)
-    return await chat_answer(stream, asked, request, app_state, caller, session=name, messages=said)
+    messages, stream = await app_state.call(submit)
+    return await chat_answer(stream, body, request, app_state, caller, session=name, messages=messages)
 
 
 @router.post("/{name}/regenerate", responses=streamed(404, 409, 507), response_model=ChatAnswer)
 async def regenerate(
-    name: Named, asked: RegenerateRequest, request: Request, app_state: ServedDep, caller: CallerDep
+    name: Named, body: RegenerateRequest, request: Request, app_state: ServedDep, caller: CallerDep
 ) -> ChatAnswer | Response:
     """Another reply to the last message, in the place of the one there is."""
-    check_chat_options(asked, app_state, caller.notes)
-    options = chat_options(asked, app_state)
+    check_chat_options(body, app_state, caller.notes)
+    options = chat_options(body, app_state)
     stream = await app_state.call(lambda: _session(app_state, caller, name).submit_regenerate(**options))
-    return await chat_answer(stream, asked, request, app_state, caller, session=name)
+    return await chat_answer(stream, body, request, app_state, caller, session=name)
 
 
 @router.post("/{name}/append", responses=errors(404, 409, 507))
 async def append(
-    name: Named, asked: AppendRequest, app_state: AppStateDep, caller: CallerDep
+    name: Named, body: AppendRequest, app_state: AppStateDep, caller: CallerDep
 ) -> SessionAnswer:
     """Have messages said that nobody answers yet. They are read while the engine is idle."""
-    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
+    refuse_fields(body, strict=app_state.strict, refused={}, notes=caller.notes)
 
     def work() -> SessionAnswer:
         session = _session(app_state, caller, name)
-        session.append(_said(asked, app_state), read_ahead=asked.read_ahead)
+        session.append(_messages(body, app_state), read_ahead=body.read_ahead)
         return SessionAnswer.of(session)
 
     return await app_state.call(work)
 
 
 @router.post("/{name}/fork", status_code=201, responses=errors(404, 409, 507))
-async def fork(name: Named, asked: ForkRequest, app_state: AppStateDep, caller: CallerDep) -> SessionAnswer:
+async def fork(name: Named, body: ForkRequest, app_state: AppStateDep, caller: CallerDep) -> SessionAnswer:
     """A new session that starts where this one stands, or after one of its turns."""
-    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
+    refuse_fields(body, strict=app_state.strict, refused={}, notes=caller.notes)
     return await app_state.call(
-        lambda: SessionAnswer.of(_session(app_state, caller, name).fork(asked.name, turn=asked.turn))
+        lambda: SessionAnswer.of(_session(app_state, caller, name).fork(body.name, turn=body.turn))
     )
 
 
 @router.post("/{name}/rewind", responses=errors(404, 409, 507))
 async def rewind(
-    name: Named, asked: RewindRequest, app_state: AppStateDep, caller: CallerDep
+    name: Named, body: RewindRequest, app_state: AppStateDep, caller: CallerDep
 ) -> SessionAnswer:
     """Go back by a number of turns."""
-    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
+    refuse_fields(body, strict=app_state.strict, refused={}, notes=caller.notes)
 
     def work() -> SessionAnswer:
         session = _session(app_state, caller, name)
-        session.rewind(asked.turns)
+        session.rewind(body.turns)
         return SessionAnswer.of(session)
 
     return await app_state.call(work)
@@ -268,10 +272,10 @@ async def tree(
 ) -> TreeAnswer:
     """The session with all that branched off, or that it branched off from: a page of turns, behind the one
     with the id `after`."""
-    found = await app_state.call(
+    session_tree = await app_state.call(
         app_state.runtime.sessions.tree, name, caller.namespace, limit=limit + 1, after=after
     )
-    return TreeAnswer.of(found, limit)
+    return TreeAnswer.of(session_tree, limit)
 
 
 @router.get("/{name}/state", responses=errors(404))
@@ -315,13 +319,13 @@ async def wake(name: Named, app_state: ServedDep, caller: CallerDep) -> ReuseAns
 
 
 @router.post("/{name}/label", status_code=201, responses=errors(404, 507))
-async def label(name: Named, asked: LabelRequest, app_state: AppStateDep, caller: CallerDep) -> MemoryAnswer:
+async def label(name: Named, body: LabelRequest, app_state: AppStateDep, caller: CallerDep) -> MemoryAnswer:
     """Mark a point of the session as a memory, to be woken by its address."""
-    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
+    refuse_fields(body, strict=app_state.strict, refused={}, notes=caller.notes)
     return await app_state.call(
         lambda: MemoryAnswer.of(
             _session(app_state, caller, name).label(
-                asked.label, kind=asked.kind, turn=asked.turn, note=asked.note
+                body.label, kind=body.kind, turn=body.turn, note=body.note
             )
         )
     )
@@ -378,21 +382,21 @@ def _import(app_state: AppState, namespace: str, path: FilePath, name: str | Non
     return ImportAnswer.of_result(app_state.runtime.sessions.import_(path, name, namespace=namespace))
 
 
-def _read(asked: SayRequest, app_state: AppState, caller: Caller) -> tuple[Sequence[Message], dict[str, Any]]:
+def _read(body: SayRequest, app_state: AppState, caller: Caller) -> tuple[Sequence[Message], dict[str, Any]]:
     """What is said, and what is asked of the reply. It is called in a thread: messages may be many."""
-    check_chat_options(asked, app_state, caller.notes)
-    return _said(asked, app_state), chat_options(asked, app_state)
+    check_chat_options(body, app_state, caller.notes)
+    return _messages(body, app_state), chat_options(body, app_state)
 
 
-def _said(asked: Saying, app_state: AppState) -> Sequence[Message]:
-    if (asked.message is None) == (asked.messages is None):
+def _messages(body: Saying, app_state: AppState) -> Sequence[Message]:
+    if (body.message is None) == (body.messages is None):
         raise ApiError(400, "message: give either message or messages", param="message", code="invalid_value")
-    if asked.message is not None:
-        if not asked.message.strip():
+    if body.message is not None:
+        if not body.message.strip():
             raise ApiError(400, "message: it needs some text", param="message", code="invalid_value")
-        return [Message.parse({"role": "user", "content": asked.message})]
-    assert asked.messages is not None
-    return parsed(asked.messages, app_state)
+        return [Message.parse({"role": "user", "content": body.message})]
+    assert body.messages is not None
+    return parsed(body.messages, app_state)
 
 
 async def _receive(request: Request, path: FilePath, app_state: AppState) -> None:
@@ -456,7 +460,7 @@ async def search(
     """Memories that fit everything given; `text` is looked for in notes and in what was said."""
     # A search reads everything that was said.
     in_thread = app_state.call if text is None else app_state.work
-    found = await in_thread(
+    page = await in_thread(
         app_state.runtime.memories.search,
         label=label,
         kind=kind,
@@ -466,16 +470,16 @@ async def search(
         limit=limit + 1,
         after=after,
     )
-    return MemoryList(data=[MemoryAnswer.of(memory) for memory in found[:limit]], has_more=len(found) > limit)
+    return MemoryList(data=[MemoryAnswer.of(memory) for memory in page[:limit]], has_more=len(page) > limit)
 
 
 @memories.post("/wake", status_code=201, responses=errors(404, 409, 422, 507))
-async def wake_memory(asked: WakeMemoryRequest, app_state: AppStateDep, caller: CallerDep) -> SessionAnswer:
+async def wake_memory(body: WakeMemoryRequest, app_state: AppStateDep, caller: CallerDep) -> SessionAnswer:
     """A new session at a memory."""
-    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
+    refuse_fields(body, strict=app_state.strict, refused={}, notes=caller.notes)
     return await app_state.call(
         lambda: SessionAnswer.of(
-            app_state.runtime.memories.wake(asked.address, asked.name, namespace=caller.namespace)
+            app_state.runtime.memories.wake(body.address, body.name, namespace=caller.namespace)
         )
     )
 

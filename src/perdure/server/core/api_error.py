@@ -168,8 +168,8 @@ _SERVER_WORDS = {
 
 
 def _in_server_words(text: str) -> str:
-    for said, instead in _SERVER_WORDS.items():
-        text = text.replace(said, instead)
+    for phrase, instead in _SERVER_WORDS.items():
+        text = text.replace(phrase, instead)
     return text
 
 

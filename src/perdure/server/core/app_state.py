@@ -232,16 +232,16 @@ class AppState:
 
     def loaded_runtimes(self) -> list[Runtime]:
         """Of the models that are loaded, or were and are known."""
-        found = [each.runtime for each in self.models] or [self.runtime]
+        runtimes = [each.runtime for each in self.models] or [self.runtime]
         return [
             each
-            for each in found
+            for each in runtimes
             if not isinstance(each.backend, PooledBackend) or each.backend.remote is not None
         ]
 
     async def serving(
         self,
-        asked: str,
+        model_name: str,
         visit: Visit,
         namespace: str = "",
         *,
@@ -250,7 +250,7 @@ class AppState:
     ) -> AppState:
         """The app state with the model that a request asks for, loaded and kept so until the end of `visit`.
         404 where there is no such model. With `sign`, a client that waits is told that its answer comes."""
-        model = self.check_model(asked, namespace)
+        model = self.check_model(model_name, namespace)
         if self.pool is None or model is None:
             return self
         await visit.enter(self.pool, model, self.limits, sign=sign, keep_alive=keep_alive)
@@ -324,9 +324,9 @@ class AppState:
         and not for many."""
         return await self._in_thread(_READING, functools.partial(function, *args, **keywords))
 
-    def seconds(self, asked: float | None) -> float:
+    def seconds(self, timeout: float | None) -> float:
         """How long a request may take."""
-        return self.limits.request_seconds if asked is None else min(asked, self.limits.request_seconds)
+        return self.limits.request_seconds if timeout is None else min(timeout, self.limits.request_seconds)
 
     def change(self, settings: LiveSettings) -> None:
         """Have these from now on. Requests that are running go on with what they began with."""
@@ -378,25 +378,25 @@ class AppState:
                 code="too_many_messages",
             )
 
-    def check_model(self, asked: str, namespace: str = "") -> PooledModel | None:
+    def check_model(self, model_name: str, namespace: str = "") -> PooledModel | None:
         """The model of a name. One that is neither a model's nor an alias is refused: no client takes another
         model for its own. None where there is one model, and no pool.
 
         `name` and Ollama's `name:latest` are one. `namespace` may have given models further names. Each of
         them may be followed by an adapter: `name:adapter`.
         """
-        base, _, adapter = asked.rpartition(":")
+        base, _, adapter = model_name.rpartition(":")
         name = self._find_model(base, namespace) if base else None
         if name is None or adapter not in self._adapters_of(name):
-            name = self._find_model(asked, namespace)
+            name = self._find_model(model_name, namespace)
         if name is None:
             names = [model.name for model in self.models] or [self.name]
             has = repr(names[0]) if len(names) == 1 else ", ".join(map(repr, names[:20]))
             target = "" if len(names) == 1 else f"={names[0]}"
             raise ApiError(
                 404,
-                f"model {asked[:100]!r} not found: this server has {has}. Ask for that name, or have "
-                f"it answer to yours: `perdure serve --alias {asked[:100] + target!r}`",
+                f"model {model_name[:100]!r} not found: this server has {has}. Ask for that name, or have "
+                f"it answer to yours: `perdure serve --alias {model_name[:100] + target!r}`",
                 kind="not_found_error",
                 code="model_not_found",
                 param="model",
@@ -408,9 +408,9 @@ class AppState:
         several = self.pool is not None and len(self.pool.models) > 1
         return self.pool.models[name].adapters if several and self.pool is not None else self.adapters
 
-    def _find_model(self, asked: str, namespace: str) -> str | None:
+    def _find_model(self, model_name: str, namespace: str) -> str | None:
         """The own name of the model that is meant, if there is one."""
-        plain = asked.removesuffix(":latest")
+        plain = model_name.removesuffix(":latest")
         first = self.pool.default.name if self.pool is not None else self.name
         names = {self.name: self.short_names}
         if self.pool is not None and len(self.pool.models) > 1:
@@ -420,29 +420,29 @@ class AppState:
         for name, short in names.items():
             if plain == name.removesuffix(":latest") or plain in short:
                 return first if len(names) == 1 else name
-        for given, name in self.names.get(namespace, {}).items():
-            if plain == given.removesuffix(":latest"):
+        for copy_name, name in self.names.get(namespace, {}).items():
+            if plain == copy_name.removesuffix(":latest"):
                 return name
         for alias in (*self.aliases, *self.own_aliases):
             pattern, equals, name = alias.rpartition("=")
             if equals and name not in names:
                 pattern, equals = alias, ""
-            if any(fnmatchcase(each, pattern if equals else alias) for each in (asked, plain)):
+            if any(fnmatchcase(each, pattern if equals else alias) for each in (model_name, plain)):
                 return name if equals and len(names) > 1 else first
         return None
 
-    def model_options(self, asked: str) -> dict[str, Any]:
+    def model_options(self, model_name: str) -> dict[str, Any]:
         """What a model's name says of a reply: `name:adapter` is computed with that adapter."""
-        _, colon, adapter = asked.rpartition(":")
+        _, colon, adapter = model_name.rpartition(":")
         return {"adapters": {adapter: self.adapters[adapter]}} if colon and adapter in self.adapters else {}
 
     def engine(self) -> tuple[str, int]:
         """How the engine is, and how often it was started anew."""
-        health = getattr(self.runtime.backend, "health", None)
-        if health is None:
+        read_health = getattr(self.runtime.backend, "health", None)
+        if read_health is None:
             return "ready", 0
-        told = health()
-        return told.state, told.restarts
+        health = read_health()
+        return health.state, health.restarts
 
     def end(self) -> None:
         """End everything that is still being computed for somebody."""
@@ -555,10 +555,10 @@ async def _served(request: Request) -> AppState:
 
 def _agent(header: str) -> str:
     """The product that a User-Agent names first, without its version. Browsers all name the same one."""
-    found = _PRODUCT.match(header.strip())
-    if found is None:
+    product = _PRODUCT.match(header.strip())
+    if product is None:
         return ""
-    return "browser" if found[0] == "Mozilla" else found[0][:_AGENT]
+    return "browser" if product[0] == "Mozilla" else product[0][:_AGENT]
 
 
 AppStateDep = Annotated[AppState, Depends(_app_state)]

@@ -82,8 +82,8 @@ class Key:
     @property
     def line(self) -> str:
         more = {name: getattr(self, name) for name in ("expires", *_LIMITS)}
-        said = [f"{name}={value}" for name, value in more.items() if value is not None]
-        return " ".join([f"{self.namespace}:{self.digest}", *said])
+        terms = [f"{name}={value}" for name, value in more.items() if value is not None]
+        return " ".join([f"{self.namespace}:{self.digest}", *terms])
 
     def is_expired(self, now: float) -> bool:
         day = _day(self.expires) if self.expires is not None else None
@@ -129,8 +129,8 @@ class KeyUsage:
     def days(self, key: Key) -> dict[str, DayUsage]:
         """What a key has used, by the dates of days, the first one first."""
         with self._changing:
-            found = sorted(self._days.get(key.digest, {}).items())
-            return {_date(day): replace(usage) for day, usage in found}
+            days = sorted(self._days.get(key.digest, {}).items())
+            return {_date(day): replace(usage) for day, usage in days}
 
     def save(self) -> None:
         """Write what there is to the file. A disk that is full loses no more than this."""
@@ -294,11 +294,11 @@ class Keys:
     def find(self, secret: str | None) -> Key | None:
         """The key of that secret, expired or not. Takes as long for a wrong one as for a right one."""
         digest = hashlib.sha256((secret or "").encode("utf-8", "surrogatepass")).hexdigest()
-        found: Key | None = None
+        match: Key | None = None
         for key in self:
             if hmac.compare_digest(key.digest, digest):
-                found = key
-        return found if secret else None
+                match = key
+        return match if secret else None
 
     def live(self, digest: str) -> Key | None:
         """The key of that digest as the file has it now; None where it was withdrawn."""
@@ -394,7 +394,7 @@ def parse_line(entry: str) -> Key:
 
 def _terms(words: Iterable[str]) -> Mapping[str, Any]:
     """What stands behind a key in its line: `expires=2027-01-31 requests_per_minute=60`."""
-    found: dict[str, Any] = {}
+    terms: dict[str, Any] = {}
     for word in words:
         name, separator, value = word.partition("=")
         if not separator or name not in ("expires", *_LIMITS):
@@ -403,8 +403,8 @@ def _terms(words: Iterable[str]) -> Mapping[str, Any]:
             )
         if name in _LIMITS and not (value.isascii() and value.isdigit()):
             raise InvalidInputError(f"{name} is a whole number from 1, got {value!r}")
-        found[name] = int(value) if name in _LIMITS else value
-    return found
+        terms[name] = int(value) if name in _LIMITS else value
+    return terms
 
 
 def _day(text: str) -> datetime | None:

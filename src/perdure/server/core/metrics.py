@@ -161,7 +161,7 @@ class _Engine(Collector):
         yield CounterMetricFamily(
             "perdure_engine_restarts",
             "How often the engine was started anew",
-            value=sum(told.restarts for told in healths if told is not None),
+            value=sum(health.restarts for health in healths if health is not None),
         )
         yield GaugeMetricFamily(
             "perdure_slots",
@@ -171,7 +171,7 @@ class _Engine(Collector):
         memory = GaugeMetricFamily(
             "perdure_resident_bytes", "Memory of the processes, mapped files included", labels=["process"]
         )
-        engines = [told.rss for told in healths if told is not None and told.rss is not None]
+        engines = [health.rss for health in healths if health is not None and health.rss is not None]
         for name, nbytes in (
             ("server", system.resident_memory(os.getpid())),
             ("engine", sum(engines) if engines else None),
@@ -181,11 +181,11 @@ class _Engine(Collector):
         yield memory
         waiting = served = 0
         stats = []
-        for runtime, told in zip(runtimes, healths, strict=True):
+        for runtime, health in zip(runtimes, healths, strict=True):
             try:
                 # A call would wait for an engine that is being started, or start one that was let go.
-                if told is not None and told.state != "ready":
-                    raise ClosedError(f"the engine is {told.state}")
+                if health is not None and health.state != "ready":
+                    raise ClosedError(f"the engine is {health.state}")
                 load = runtime.load
                 stats.append(runtime.cache.stats())
             except PerdureError:
@@ -208,15 +208,15 @@ class _Engine(Collector):
             ),
         ):
             yield GaugeMetricFamily(name, what, value=value)
-        kept = GaugeMetricFamily("perdure_kept_bytes", "State that is kept, by tier", labels=["tier"])
-        kept.add_metric(["memory"], sum(each.nbytes for each in stats))
+        kept_bytes = GaugeMetricFamily("perdure_kept_bytes", "State that is kept, by tier", labels=["tier"])
+        kept_bytes.add_metric(["memory"], sum(each.nbytes for each in stats))
         tiers: dict[str, int] = {}
         for each in stats:
             for tier, nbytes in each.tier_bytes.items():
                 tiers[tier] = tiers.get(tier, 0) + nbytes
         for tier, nbytes in tiers.items():
-            kept.add_metric([tier], nbytes)
-        yield kept
+            kept_bytes.add_metric([tier], nbytes)
+        yield kept_bytes
         yield CounterMetricFamily(
             "perdure_computed_tokens",
             "Prompt tokens that had to be computed",
@@ -235,14 +235,14 @@ class _Engine(Collector):
 
 def written_bytes(runtimes: Iterable[Runtime]) -> dict[int, int]:
     """What each engine that answers has written to its tiers since it started."""
-    found = {}
+    written = {}
     for runtime in runtimes:
-        told = getattr(runtime.backend, "health", lambda: None)()
+        health = getattr(runtime.backend, "health", lambda: None)()
         # A call would wait for an engine that is being started, or start one that was let go.
-        if told is None or told.state == "ready":
+        if health is None or health.state == "ready":
             with suppress(PerdureError):
-                found[id(runtime)] = sum(runtime.cache.stats().written_bytes.values())
-    return found
+                written[id(runtime)] = sum(runtime.cache.stats().written_bytes.values())
+    return written
 
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -354,7 +354,7 @@ class DailyReports:
         self._lock = threading.Lock()
         self._days: dict[int, dict[str, Report]] = {}
         self._written: dict[int, int] = {}
-        self._told: dict[int, int] = {}
+        self._last_written: dict[int, int] = {}
         """What each engine had written when it was asked last."""
         self._timer: threading.Timer | None = None
         self._read()
@@ -413,15 +413,15 @@ class DailyReports:
         return today
 
     def _count_written(self) -> None:
-        told = dict(self._ask_written())
+        written = dict(self._ask_written())
         with self._lock:
             today = self._today()
-            for engine, nbytes in told.items():
-                before = self._told.get(engine, 0)
+            for engine, nbytes in written.items():
+                before = self._last_written.get(engine, 0)
                 # One that was started anew counts from the beginning.
                 more = nbytes - before if nbytes >= before else nbytes
                 self._written[today] = self._written.get(today, 0) + more
-            self._told.update(told)
+            self._last_written.update(written)
 
     def _read(self) -> None:
         if self._path is None:
@@ -468,9 +468,9 @@ class RecentRequests:
         first = replies[0]
         with self._lock:
             # The one that asked last stands last: the first goes when there are too many.
-            found = self._of.pop(namespace, None) or deque(maxlen=_KEPT)
-            self._of[namespace] = found
-            found.append(
+            recent = self._of.pop(namespace, None) or deque(maxlen=_KEPT)
+            self._of[namespace] = recent
+            recent.append(
                 RecentRequest(
                     number=next(self._numbers.setdefault(namespace, itertools.count(1))),
                     ended=time.time(),
@@ -483,8 +483,8 @@ class RecentRequests:
                     miss=first.miss if isinstance(first, ChatReply) else None,
                 )
             )
-            self._totals.setdefault(namespace, Report()).add(found[-1])
-            self.daily.add(namespace, found[-1])
+            self._totals.setdefault(namespace, Report()).add(recent[-1])
+            self.daily.add(namespace, recent[-1])
             if len(self._of) > _NAMESPACES:
                 oldest = next(iter(self._of))
                 del self._of[oldest], self._numbers[oldest], self._totals[oldest]
@@ -497,5 +497,5 @@ class RecentRequests:
     def latest(self, namespace: str, *, limit: int, before: int | None = None) -> list[RecentRequest]:
         """The latest first: up to `limit`, of those that came before number `before`."""
         with self._lock:
-            found = list(self._of.get(namespace, ()))
-        return [each for each in reversed(found) if before is None or each.number < before][:limit]
+            recent = list(self._of.get(namespace, ()))
+        return [each for each in reversed(recent) if before is None or each.number < before][:limit]

@@ -79,8 +79,8 @@ _SESSION_ID = re.compile(rb"[A-Za-z0-9._:-]{1,100}")
 def session_id(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
     """What a client calls its conversation, for routers: what has the same name goes to one server."""
     known = {name: value for name, value in headers if name in _SESSION_HEADERS}
-    found = next((known[name] for name in _SESSION_HEADERS if name in known), None)
-    return found if found is not None and _SESSION_ID.fullmatch(found) else None
+    header = next((known[name] for name in _SESSION_HEADERS if name in known), None)
+    return header if header is not None and _SESSION_ID.fullmatch(header) else None
 
 
 class JsonLines(logging.Handler):
@@ -140,8 +140,10 @@ class AccessLog:
                 ]
                 if session is not None:
                     message["headers"].append((b"x-session-id", session))
-                if kept := notes.get(SESSION):
-                    message["headers"].append((b"x-perdure-session", _header_text(kept).encode("ascii")))
+                if session_name := notes.get(SESSION):
+                    message["headers"].append(
+                        (b"x-perdure-session", _header_text(session_name).encode("ascii"))
+                    )
                 if ignored := notes.get("ignored"):
                     names = ", ".join(map(_header_text, ignored))
                     message["headers"].append((b"x-perdure-ignored", names.encode("ascii")))
@@ -461,18 +463,18 @@ def typed(scope: Scope) -> Scope:
     """
     if scope["method"] not in ("POST", "PUT", "PATCH"):
         return scope
-    wanted = FILE_TYPE if scope["path"] in UPLOADS else JSON_TYPE
+    expected_type = FILE_TYPE if scope["path"] in UPLOADS else JSON_TYPE
     headers = dict(scope["headers"])
-    given = headers.get(b"content-type", b"").decode("latin-1")
-    if given.partition(";")[0].strip().lower() == wanted:
+    content_type = headers.get(b"content-type", b"").decode("latin-1")
+    if content_type.partition(";")[0].strip().lower() == expected_type:
         return scope
     if protocol_at(scope).any_content_type and not headers.keys() & _OF_BROWSERS:
         others = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
         return {**scope, "headers": [*others, (b"content-type", JSON_TYPE.encode())]}
     raise ApiError(
         415,
-        f"the content type is {given[:100]!r}; send `content-type: {wanted}` "
-        f"(curl: -H 'content-type: {wanted}')",
+        f"the content type is {content_type[:100]!r}; send `content-type: {expected_type}` "
+        f"(curl: -H 'content-type: {expected_type}')",
         code="unsupported_media_type",
     )
 
@@ -539,12 +541,12 @@ class JsonScan:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    given = False
+    sent = False
 
     async def replayed() -> Message:
-        nonlocal given
-        if not given:
-            given = True
+        nonlocal sent
+        if not sent:
+            sent = True
             return {"type": "http.request", "body": body, "more_body": False}
         return await receive()
 

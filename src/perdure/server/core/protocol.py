@@ -140,9 +140,9 @@ OPENAI = Protocol(name="OpenAI", prefix="")
 
 def protocol_at(scope: Scope) -> Protocol:
     """The protocol that is spoken where a request was sent."""
-    found = scope.get("state", {}).get(PROTOCOL, OPENAI)
-    assert isinstance(found, Protocol)
-    return found
+    protocol = scope.get("state", {}).get(PROTOCOL, OPENAI)
+    assert isinstance(protocol, Protocol)
+    return protocol
 
 
 # Call buffer: the calls of a reply that comes piece by piece, each given out once it is whole.

@@ -199,10 +199,10 @@ def _annotation(option: Option) -> Any:
     return Annotated[option.kind, Field(ge=option.low, le=option.high)]
 
 
-def _few(most: int | None, given: Any) -> Any:
-    if most is not None and isinstance(given, dict) and len(given) > most:
-        raise ValueError(f"{len(given)} entries, {most} are allowed")
-    return given
+def _few(most: int | None, entries: Any) -> Any:
+    if most is not None and isinstance(entries, dict) and len(entries) > most:
+        raise ValueError(f"{len(entries)} entries, {most} are allowed")
+    return entries
 
 
 def _schema(name: str, options: Iterable[Option]) -> type[RequestSchema]:
@@ -283,9 +283,9 @@ class ReplyExtension(_ExtensionFields):
         return options
 
 
-def given_options(asked: RequestSchema, options: Iterable[Option]) -> dict[str, Any]:
+def given_options(body: RequestSchema, options: Iterable[Option]) -> dict[str, Any]:
     """The options that a request gives a value for, in the runtime's words."""
-    values = ((option, getattr(asked, option.name)) for option in options)
+    values = ((option, getattr(body, option.name)) for option in options)
     return {option.name: option_value(option, value) for option, value in values if value is not None}
 
 
@@ -319,7 +319,7 @@ class StreamOptions(RequestSchema):
 
 
 def refuse_fields(
-    asked: RequestSchema,
+    body: RequestSchema,
     *,
     strict: bool,
     refused: Mapping[str, str],
@@ -330,7 +330,7 @@ def refuse_fields(
     Within `perdure`, which is ours alone, what nobody knows is always a mistake. Elsewhere it is ignored, and
     named in `notes`: the answer and the access log have it from there.
     """
-    own = getattr(asked, "perdure", None)
+    own = getattr(body, "perdure", None)
     if isinstance(own, RequestSchema) and own.model_extra:
         # Looking for one that is alike takes time and memory for each character.
         name = next(iter(own.model_extra))[:100]
@@ -339,10 +339,10 @@ def refuse_fields(
         advice = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
         path = f"perdure.{name}"
         raise ApiError(400, f"{path}: no such field; {advice}", param=path, code="unknown_parameter")
-    for name, value in (asked.model_extra or {}).items():
+    for name, value in (body.model_extra or {}).items():
         if name in refused and value not in (None, [], {}, False):
             raise ApiError(400, f"{name}: {refused[name]}", param=name, code="unsupported_parameter")
-    ignored = list(islice(_unknown(asked), _NAMED))
+    ignored = list(islice(_unknown(body), _NAMED))
     if strict and ignored:
         path = ignored[0][:200]
         raise ApiError(400, f"{path}: no such field", param=path, code="unknown_parameter")
@@ -357,13 +357,13 @@ _NAMED, _PATH = 16, 80
 _PLAIN = {str, int, float, bool}
 
 
-def _unknown(asked: RequestSchema, path: str = "") -> Iterator[str]:
-    if asked.has_more:
+def _unknown(body: RequestSchema, path: str = "") -> Iterator[str]:
+    if body.has_more:
         return
-    for name in asked.model_extra or ():
+    for name in body.model_extra or ():
         yield path + name
     # A large body has tens of thousands of such objects, and all clients wait meanwhile.
-    for name, value in vars(asked).items():
+    for name, value in vars(body).items():
         if isinstance(value, RequestSchema):
             yield from _unknown(value, f"{path}{name}.")
         elif isinstance(value, list):

@@ -132,18 +132,18 @@ class ReplyDefaults:
 
     def fill(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """What is asked of a reply, whole."""
-        found = {
+        filled = {
             "stable_prefix": self.stable_prefix,
             "settle": self.settle,
             **self.sampling,
             **options,
         }
         if self.overflow is not None:
-            found.setdefault("overflow", self.overflow)
-        if self.max_tokens is not None and "max_tokens" not in found:
+            filled.setdefault("overflow", self.overflow)
+        if self.max_tokens is not None and "max_tokens" not in filled:
             # A limit that the client never chose is no reason to refuse its prompt.
-            found.update(max_tokens=self.max_tokens, limit_to_context=True)
-        return found
+            filled.update(max_tokens=self.max_tokens, limit_to_context=True)
+        return filled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,8 +188,8 @@ def _checked(host: str) -> str:
 
 def check_origins(origins: Iterable[str], *, keys: int) -> tuple[str, ...]:
     """Pages of other sites that may use a server: `https://chat.example.org`, or `*` for any."""
-    found = tuple(origins)
-    for origin in found:
+    sites = tuple(origins)
+    for origin in sites:
         parts = _split(origin)
         if origin == "*":
             if not keys:
@@ -201,4 +201,4 @@ def check_origins(origins: Iterable[str], *, keys: int) -> tuple[str, ...]:
             raise InvalidInputError(
                 f"--cors takes an origin such as https://chat.example.org, or *, got {origin!r}"
             )
-    return found
+    return sites

@@ -76,9 +76,9 @@ class SharedUsage(KeyUsage):
             used = self.accounts.used()
         days: dict[str, dict[int, DayUsage]] = {}
         with self._changing:
-            found = {(digest, day): counts for digest, day, counts in used}
-            for digest, day in {*found, *self._unsent}:
-                counts = _sum(found.get((digest, day), (0, 0, 0, 0)), self._unsent.get((digest, day)))
+            stored_counts = {(digest, day): counts for digest, day, counts in used}
+            for digest, day in {*stored_counts, *self._unsent}:
+                counts = _sum(stored_counts.get((digest, day), (0, 0, 0, 0)), self._unsent.get((digest, day)))
                 days.setdefault(digest, {})[day] = DayUsage(
                     requests=counts[0],
                     prompt_tokens=counts[1],
@@ -129,8 +129,8 @@ def _look(keys: Keys, usage: SharedUsage, accounts: Accounts) -> bool:
     """Read the keys, and exchange what was used. Whether the keys are others than before."""
     before = list(keys)
     if not keys.has_file:
-        found = read_keys(accounts)
-        keys.replace(found.keys, required=found.had_some)
+        stored = read_keys(accounts)
+        keys.replace(stored.keys, required=stored.had_some)
     if len(keys):
         usage.exchange()
     return before != list(keys)
