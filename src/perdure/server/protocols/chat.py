@@ -186,61 +186,61 @@ class ChatRequest(NamingFields, ChatOptionsSchema):
 
 
 def check_chat_options(
-    asked: ChatOptionsSchema, app_state: AppState, notes: dict[str, Any] | None = None
+    body: ChatOptionsSchema, app_state: AppState, notes: dict[str, Any] | None = None
 ) -> None:
     """Refuse what cannot be done, or was said twice; what is ignored is named in `notes`."""
-    refuse_fields(asked, strict=app_state.strict, refused=REFUSED, notes=notes)
-    limits = {asked.max_tokens, asked.max_completion_tokens} - {None}
+    refuse_fields(body, strict=app_state.strict, refused=REFUSED, notes=notes)
+    limits = {body.max_tokens, body.max_completion_tokens} - {None}
     if len(limits) > 1:
         raise ApiError(
             400,
-            f"max_tokens is {asked.max_tokens} and max_completion_tokens is {asked.max_completion_tokens}: "
+            f"max_tokens is {body.max_tokens} and max_completion_tokens is {body.max_completion_tokens}: "
             "they mean the same, give one",
             param="max_tokens",
             code="invalid_value",
         )
-    if asked.top_logprobs is not None and not asked.logprobs:
+    if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs: set logprobs too", param="top_logprobs", code="invalid_value")
-    if asked.stream_options is not None and not asked.stream:
+    if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options: only with stream", param="stream_options", code="invalid_value")
     for name, variables in (
-        ("perdure.variables", asked.perdure.variables if asked.perdure else None),
-        ("chat_template_kwargs", asked.chat_template_kwargs),
+        ("perdure.variables", body.perdure.variables if body.perdure else None),
+        ("chat_template_kwargs", body.chat_template_kwargs),
     ):
         if taken := sorted(RESERVED & (variables or {}).keys()):
             raise ApiError(400, f"{name}: {taken[0]} is set by the server", param=name, code="invalid_value")
 
 
-def chat_options(asked: ChatOptionsSchema, app_state: AppState) -> dict[str, Any]:
+def chat_options(body: ChatOptionsSchema, app_state: AppState) -> dict[str, Any]:
     """What is asked of a reply, in the runtime's words."""
-    options = asked.sampling | tier_options(asked.service_tier)
-    extension = asked.perdure
-    if (limit := asked.max_completion_tokens or asked.max_tokens) is not None:
+    options = body.sampling | tier_options(body.service_tier)
+    extension = body.perdure
+    if (limit := body.max_completion_tokens or body.max_tokens) is not None:
         options["max_tokens"] = limit
-    if asked.logprobs:
-        options["logprobs"] = asked.top_logprobs or 0
-    if asked.tools:
-        options["tools"] = [tool.model_dump(exclude_none=True) for tool in asked.tools]
-    if asked.tool_choice is not None:
-        chosen = asked.tool_choice
+    if body.logprobs:
+        options["logprobs"] = body.top_logprobs or 0
+    if body.tools:
+        options["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
+    if body.tool_choice is not None:
+        chosen = body.tool_choice
         options["tool_choice"] = chosen.model_dump() if isinstance(chosen, ToolChosen) else chosen
-    if asked.parallel_tool_calls is not None:
-        options["parallel_tool_calls"] = asked.parallel_tool_calls
-    if isinstance(asked.response_format, SchemaFormat):
-        options["schema"] = asked.response_format.json_schema.schema_
-    elif asked.response_format is not None and asked.response_format.type == "json_object":
+    if body.parallel_tool_calls is not None:
+        options["parallel_tool_calls"] = body.parallel_tool_calls
+    if isinstance(body.response_format, SchemaFormat):
+        options["schema"] = body.response_format.json_schema.schema_
+    elif body.response_format is not None and body.response_format.type == "json_object":
         options["schema"] = {"type": "object"}
     variables: dict[str, Any] = {}
     for name in ("reasoning_effort", "verbosity"):
-        if (value := getattr(asked, name)) is not None:
+        if (value := getattr(body, name)) is not None:
             variables[name] = value
     if extension is not None:
         extended = extension.options
         variables |= extended.pop("variables", {})
         options |= extended
-    variables |= asked.chat_template_kwargs or {}
+    variables |= body.chat_template_kwargs or {}
     for name in ("continue_final_message", "add_generation_prompt"):
-        if (value := getattr(asked, name)) is not None:
+        if (value := getattr(body, name)) is not None:
             options[name] = value
     if variables:
         options["variables"] = variables
@@ -264,15 +264,15 @@ def parsed(messages: Sequence[ChatMessage], app_state: AppState) -> tuple[Messag
     return parse_messages(message.plain for message in messages)
 
 
-def _marks(asked: ChatRequest) -> list[KeptPrefix]:
+def _marks(body: ChatRequest) -> list[KeptPrefix]:
     befores = [
         at
-        for at, message in enumerate(asked.messages, 1)
+        for at, message in enumerate(body.messages, 1)
         for part in (message.content if isinstance(message.content, list) else ())
         if isinstance(part, TextPart) and part.prompt_cache_breakpoint is not None
     ]
     return cache_marks(
-        befores, len(asked.messages), key=asked.prompt_cache_key, options=asked.prompt_cache_options
+        befores, len(body.messages), key=body.prompt_cache_key, options=body.prompt_cache_options
     )
 
 
@@ -280,26 +280,26 @@ _UNREADABLE = {"image_url": "images", "input_audio": "audio", "file": "files", "
 
 
 def reply_request(
-    asked: ChatRequest, app_state: AppState, notes: dict[str, Any] | None = None
+    body: ChatRequest, app_state: AppState, notes: dict[str, Any] | None = None
 ) -> ReplyRequest:
     """What a request asks for, in the inner form."""
-    check_chat_options(asked, app_state, notes)
-    app_state.check_model(asked.model)
-    if asked.modalities and set(asked.modalities) != {"text"}:
+    check_chat_options(body, app_state, notes)
+    app_state.check_model(body.model)
+    if body.modalities and set(body.modalities) != {"text"}:
         raise ApiError(
             400, "modalities: only text can be written", param="modalities", code="unsupported_parameter"
         )
-    messages = parsed(asked.messages, app_state)
-    options = {**app_state.model_options(asked.model), **chat_options(asked, app_state)}
-    if asked.n is not None:
-        options["n"] = asked.n
-    if marks := _marks(asked):
+    messages = parsed(body.messages, app_state)
+    options = {**app_state.model_options(body.model), **chat_options(body, app_state)}
+    if body.n is not None:
+        options["n"] = body.n
+    if marks := _marks(body):
         options["cache_marks"] = marks
     return ReplyRequest(
         messages=messages,
         options=options,
-        place=asked.perdure.place if asked.perdure is not None else None,
-        timeout=asked.perdure.timeout if asked.perdure is not None else None,
+        place=body.perdure.place if body.perdure is not None else None,
+        timeout=body.perdure.timeout if body.perdure is not None else None,
     )
 
 
@@ -410,14 +410,14 @@ class ChatHead(AnswerHead):
         with_logprobs: bool,
         name: str = "",
         created: int | None = None,
-        kept: bool = False,
+        turn_stored: bool = False,
     ) -> None:
-        """Of an answer that is made again, `name` is its id, `created` its time, and `kept` whether its turn
-        is in the session already."""
+        """Of an answer that is made again, `name` is its id, `created` its time, and `turn_stored`
+        whether its turn is in the session already."""
         super().__init__(app_state, name, created)
         self._session = session
         self._with_logprobs = with_logprobs
-        self._kept = kept
+        self._turn_stored = turn_stored
 
     def whole(self, replies: Sequence[ChatReply]) -> ChatAnswer:
         return ChatAnswer(
@@ -428,7 +428,7 @@ class ChatHead(AnswerHead):
         )
 
     def extension(self, reply: ChatReply) -> ExtensionAnswer:
-        return extension(replace(reply, kept=True) if self._kept else reply, self._session)
+        return extension(replace(reply, kept=True) if self._turn_stored else reply, self._session)
 
     def logprobs(self, entries: Sequence[TokenLogprob] | None) -> LogprobsAnswer | None:
         if not self._with_logprobs:

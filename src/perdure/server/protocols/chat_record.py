@@ -44,7 +44,7 @@ _ASK = "send the request again, or go on from the session's last turn"
 class ChatStream:
     """A resumable chat that is being answered, and the record by which another server can go on with it."""
 
-    asked: ChatRequest
+    body: ChatRequest
     request: ReplyRequest
     stream: TurnStream
     session: str | None = None
@@ -54,25 +54,25 @@ class ChatStream:
     record: StreamRecord | None = None
     again: bool = False
     """Whether another server has sent a part of it."""
-    kept: bool = False
-    """Whether its turn was kept before it was made again."""
+    turn_stored: bool = False
+    """Whether its turn was stored before it was made again."""
 
 
-def submit(asked: ChatRequest, app_state: AppState, caller: Caller) -> ChatStream:
+def submit(body: ChatRequest, app_state: AppState, caller: Caller) -> ChatStream:
     """Queue a resumable stream, which is written down before anybody hears of its id. To read and to render
     takes time: this is called in a thread."""
-    request = reply_request(asked, app_state, caller.notes)
+    request = reply_request(body, app_state, caller.notes)
     name, created, date = new_id(ChatHead.prefix), int(time.time()), today()
     seed = request.options.get("seed")
     seed = draw_seed() if seed is None else seed
     request = _seeded(request, name, seed, date)
-    stream = request.submit(app_state, caller, asked)
-    about: dict[str, Any] = {"how": _CHAT, "model": asked.model, "session": caller.session}
-    if (why := _why_not(asked, app_state)) is not None:
+    stream = request.submit(app_state, caller, body)
+    about: dict[str, Any] = {"how": _CHAT, "model": body.model, "session": caller.session}
+    if (why := _why_not(body, app_state)) is not None:
         about[WHY_NOT] = why
     else:
         about |= {
-            "request": asked.model_dump(mode="json", exclude_none=True, by_alias=True),
+            "request": body.model_dump(mode="json", exclude_none=True, by_alias=True),
             "seed": seed,
             # Those of now: the settings may be others where the reply is made again.
             "defaults": app_state.defaults.to_json(),
@@ -86,7 +86,7 @@ def submit(asked: ChatRequest, app_state: AppState, caller: Caller) -> ChatStrea
     sessions = app_state.runtime.sessions
     record = write_record(sessions, caller.namespace, name, about, seconds=window(app_state))
     return ChatStream(
-        asked=asked,
+        body=body,
         request=request,
         stream=stream,
         session=caller.session,
@@ -121,21 +121,21 @@ def submit_again(record: StreamRecord, app_state: AppState, caller: Caller) -> C
         raise not_resumable(
             f"the engine here differs from the one that has begun it (`perdure doctor` says in what); {_ASK}"
         )
-    asked = ChatRequest.model_validate(about["request"])
+    body = ChatRequest.model_validate(about["request"])
     view = copy.copy(app_state)
     view.defaults = ReplyDefaults.from_json(about["defaults"])
-    request = _seeded(reply_request(asked, view), name, about["seed"], about["date"])
-    kept: Turn | None = None
+    request = _seeded(reply_request(body, view), name, about["seed"], about["date"])
+    turn: Turn | None = None
     if about["session"] is None:
         stream = request.submit_alone(runtime, caller.namespace)
     else:
-        stream, kept = _submit_turn(record, request, app_state, caller)
+        stream, turn = _submit_turn(record, request, app_state, caller)
         caller.in_session(about["session"])
     if prompt_digest(stream.first_prompt) != about["prompt"]:
         stream.cancel()
         raise not_resumable(f"its prompt is another one by now; {_ASK}")
     return ChatStream(
-        asked=asked,
+        body=body,
         request=request,
         stream=stream,
         session=about["session"],
@@ -143,7 +143,7 @@ def submit_again(record: StreamRecord, app_state: AppState, caller: Caller) -> C
         created=about["created"],
         record=record,
         again=True,
-        kept=kept is not None,
+        turn_stored=turn is not None,
     )
 
 
@@ -162,10 +162,10 @@ def _submit_turn(
     options = request.options
     if request.place is None:
         options = without_session_options(options) or {}
-    if standing == turns and (said := _said(session, request, app_state, caller)) is not None:
+    if standing == turns and (messages := _new_messages(session, request, app_state, caller)) is not None:
         extra = replace(request.extra or TurnExtra(), idempotency_key=about["idempotency_key"])
         try:
-            return session.submit(said, extra=extra, **options), None
+            return session.submit(messages, extra=extra, **options), None
         except SessionNotFoundError:
             raise not_resumable("its session was deleted") from None
     if standing > turns:
@@ -177,7 +177,9 @@ def _submit_turn(
     raise not_resumable(f"session {about['session']!r} has moved on since; go on from its last turn")
 
 
-def _said(session: Session, request: ReplyRequest, app_state: AppState, caller: Caller) -> list[Any] | None:
+def _new_messages(
+    session: Session, request: ReplyRequest, app_state: AppState, caller: Caller
+) -> list[Any] | None:
     """What the turn says, in the words of `ReplyRequest.submit`; None where the session is not that one."""
     messages = list(request.messages)
     if request.place is not None:
@@ -191,8 +193,8 @@ def _said(session: Session, request: ReplyRequest, app_state: AppState, caller: 
 
 def _unkept(options: Mapping[str, Any], turn: Turn) -> dict[str, Any]:
     """The options of a turn that was kept, to make its reply again."""
-    found = {name: value for name, value in options.items() if name != "keep_partial"}
-    return {**found, "date": turn.settings.get("date")}
+    remaining = {name: value for name, value in options.items() if name != "keep_partial"}
+    return {**remaining, "date": turn.settings.get("date")}
 
 
 def _seeded(request: ReplyRequest, name: str, seed: int, date: str) -> ReplyRequest:
@@ -204,13 +206,13 @@ def _seeded(request: ReplyRequest, name: str, seed: int, date: str) -> ReplyRequ
     return replace(request, options=options, extra=extra)
 
 
-def _why_not(asked: ChatRequest, app_state: AppState) -> str | None:
+def _why_not(body: ChatRequest, app_state: AppState) -> str | None:
     """Why no other server can make the same stream, if none can."""
     if not app_state.runtime.backend.exact:
         return "its server is gone, and did not run with --exact, so that the reply would be another one"
-    if (asked.n or 1) > 1:
+    if (body.n or 1) > 1:
         return "its server is gone, and the order in which several samples come is not the same twice"
-    if asked.perdure is not None and asked.perdure.keep_partial:
+    if body.perdure is not None and body.perdure.keep_partial:
         return "its server is gone, and perdure.keep_partial keeps a turn as far as it was written"
     return None
 

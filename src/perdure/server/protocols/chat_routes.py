@@ -33,19 +33,19 @@ router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
 
 @router.post("/v1/chat/completions", responses=streamed(404, 409, 507), response_model=ChatAnswer)
 async def chat(
-    asked: ChatRequest, request: Request, app_state: AppStateDep, caller: CallerDep
+    body: ChatRequest, request: Request, app_state: AppStateDep, caller: CallerDep
 ) -> ChatAnswer | Response:
     """A reply to a conversation, in OpenAI's shape."""
-    app_state = await app_state.serving(asked.model, caller.visit, sign=bool(asked.stream))
+    app_state = await app_state.serving(body.model, caller.visit, sign=bool(body.stream))
     made = None
-    if asked.is_resumable:
-        made = await app_state.call(chat_record.submit, asked, app_state, caller)
+    if body.is_resumable:
+        made = await app_state.call(chat_record.submit, body, app_state, caller)
         stream, messages = made.stream, made.request.messages
     else:
-        stream, messages = await app_state.call(_submit, asked, app_state, caller)
+        stream, messages = await app_state.call(_submit, body, app_state, caller)
     return await chat_answer(
         stream,
-        asked,
+        body,
         request,
         app_state,
         caller,
@@ -55,15 +55,15 @@ async def chat(
     )
 
 
-def _submit(asked: ChatRequest, app_state: AppState, caller: Caller) -> tuple[TurnStream, Sequence[Message]]:
+def _submit(body: ChatRequest, app_state: AppState, caller: Caller) -> tuple[TurnStream, Sequence[Message]]:
     """Queue what is asked. To read and to render takes time: this is called in a thread."""
-    request = reply_request(asked, app_state, caller.notes)
-    return request.submit(app_state, caller, asked), request.messages
+    request = reply_request(body, app_state, caller.notes)
+    return request.submit(app_state, caller, body), request.messages
 
 
 async def chat_answer(
     stream: Stream[ChatDelta, ChatReply],
-    asked: ChatOptionsSchema,
+    body: ChatOptionsSchema,
     request: Request,
     app_state: AppState,
     caller: Caller,
@@ -76,14 +76,14 @@ async def chat_answer(
     head = ChatHead(
         app_state,
         session,
-        with_logprobs=bool(asked.logprobs),
+        with_logprobs=bool(body.logprobs),
         name=made.name if made is not None else "",
         created=made.created if made is not None else None,
-        kept=made.kept if made is not None else False,
+        turn_stored=made.turn_stored if made is not None else False,
     )
-    n: Any = getattr(asked, "n", None) or 1
-    include_usage = bool(asked.stream_options and asked.stream_options.include_usage)
-    if asked.is_resumable:
+    n: Any = getattr(body, "n", None) or 1
+    include_usage = bool(body.stream_options and body.stream_options.include_usage)
+    if body.is_resumable:
         visit = Visit()
         # Loaded for its request: it stays so when the client leaves.
         await app_state.serving(app_state.name, visit)
@@ -93,7 +93,7 @@ async def chat_answer(
             app_state,
             caller,
             visit,
-            timeout=asked.perdure.timeout if asked.perdure else None,
+            timeout=body.perdure.timeout if body.perdure else None,
             session=session,
             messages=messages,
             record=made.record if made is not None else None,
@@ -107,9 +107,9 @@ async def chat_answer(
         request,
         app_state,
         caller,
-        timeout=asked.perdure.timeout if asked.perdure else None,
+        timeout=body.perdure.timeout if body.perdure else None,
         whole=head.whole,
-        writer=ChatWriter(head, n, include_usage=include_usage) if asked.stream else None,
+        writer=ChatWriter(head, n, include_usage=include_usage) if body.stream else None,
         session=session,
         messages=messages,
     )
@@ -151,7 +151,7 @@ async def _make_again(name: str, request: Request, app_state: AppState, caller: 
         made = await app_state.call(chat_record.submit_again, record, app_state, caller)
         await chat_answer(
             made.stream,
-            made.asked,
+            made.body,
             request,
             app_state,
             caller,

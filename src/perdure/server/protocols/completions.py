@@ -89,37 +89,37 @@ _PROMPTS = 128
 
 @router.post("/v1/completions", responses=streamed(404), response_model=CompletionAnswer)
 async def complete(
-    asked: CompletionRequest, request: Request, app_state: AppStateDep, caller: CallerDep
+    body: CompletionRequest, request: Request, app_state: AppStateDep, caller: CallerDep
 ) -> CompletionAnswer | Response:
     """What follows a prompt, as it is."""
-    refuse_fields(asked, strict=app_state.strict, refused=REFUSED, notes=caller.notes)
-    app_state = await app_state.serving(asked.model, caller.visit, sign=bool(asked.stream))
-    prompts = _prompts(asked)
-    _check(asked, len(prompts))
-    timeout = asked.perdure.timeout if asked.perdure else None
+    refuse_fields(body, strict=app_state.strict, refused=REFUSED, notes=caller.notes)
+    app_state = await app_state.serving(body.model, caller.visit, sign=bool(body.stream))
+    prompts = _prompts(body)
+    _check(body, len(prompts))
+    timeout = body.perdure.timeout if body.perdure else None
     options = {
         **app_state.defaults.sampling,
-        **app_state.model_options(asked.model),
-        **_options(asked),
+        **app_state.model_options(body.model),
+        **_options(body),
         "timeout": app_state.seconds(timeout),
         "namespace": caller.namespace,
     }
     if app_state.log_text:
-        caller.notes["prompt"] = asked.prompt
-    head = CompletionHead(app_state, asked)
-    writer = CompletionWriter(head, asked) if asked.stream else None
+        caller.notes["prompt"] = body.prompt
+    head = CompletionHead(app_state, body)
+    writer = CompletionWriter(head, body) if body.stream else None
     followers: list[Follower[Delta, Reply]] = []
     try:
         for prompt in prompts:
-            if asked.suffix and isinstance(prompt, str):
-                prompt = await app_state.call(fill_in, app_state, prompt, asked.suffix)
+            if body.suffix and isinstance(prompt, str):
+                prompt = await app_state.call(fill_in, app_state, prompt, body.suffix)
             stream = await app_state.call(app_state.runtime.submit, prompt, **options)
             listed = not followers
             followers.append(
                 Follower(stream, app_state, caller, writer=writer, timeout=timeout, listed=listed)
             )
         # Behind those: what does not fit was refused by now, and is not tokenised for this either.
-        if asked.echo:
+        if body.echo:
             head.echoed = [await app_state.call(_text, app_state, prompt) for prompt in prompts]
         if writer is not None:
             return EventResponse(followers.pop(), SSE, app_state.limits)
@@ -134,8 +134,8 @@ async def complete(
     return await asyncio.to_thread(head.whole, groups)
 
 
-def _prompts(asked: CompletionRequest) -> list[str | list[int]]:
-    prompt = asked.prompt
+def _prompts(body: CompletionRequest) -> list[str | list[int]]:
+    prompt = body.prompt
     if isinstance(prompt, str):
         return [prompt]
     if prompt and all(isinstance(part, int) for part in prompt):
@@ -152,37 +152,37 @@ def _prompts(asked: CompletionRequest) -> list[str | list[int]]:
     return list(prompt)  # type: ignore[arg-type]
 
 
-def _check(asked: CompletionRequest, prompts: int) -> None:
-    if asked.suffix and (asked.echo or not isinstance(asked.prompt, str)):
+def _check(body: CompletionRequest, prompts: int) -> None:
+    if body.suffix and (body.echo or not isinstance(body.prompt, str)):
         raise ApiError(
             400,
             "suffix: what is filled in goes between two texts; give one prompt as text, without echo",
             param="suffix",
             code="unsupported_parameter",
         )
-    if asked.best_of not in (None, asked.n or 1):
+    if body.best_of not in (None, body.n or 1):
         raise ApiError(
             400,
             "best_of: samples are not ranked; leave it out",
             param="best_of",
             code="unsupported_parameter",
         )
-    if asked.stream and prompts > 1:
+    if body.stream and prompts > 1:
         raise ApiError(400, "stream: one prompt at a time", param="stream", code="unsupported_parameter")
-    if asked.stream_options is not None and not asked.stream:
+    if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options: only with stream", param="stream_options", code="invalid_value")
 
 
-def _options(asked: CompletionRequest) -> dict[str, Any]:
-    options = {**asked.sampling, "max_tokens": asked.max_tokens}
-    if asked.n is not None:
-        options["n"] = asked.n
-    if asked.logprobs is not None:
-        options["logprobs"] = asked.logprobs
-        if asked.echo:
-            options["prompt_logprobs"] = asked.logprobs
-    if asked.perdure is not None:
-        options |= asked.perdure.options
+def _options(body: CompletionRequest) -> dict[str, Any]:
+    options = {**body.sampling, "max_tokens": body.max_tokens}
+    if body.n is not None:
+        options["n"] = body.n
+    if body.logprobs is not None:
+        options["logprobs"] = body.logprobs
+        if body.echo:
+            options["prompt_logprobs"] = body.logprobs
+    if body.perdure is not None:
+        options |= body.perdure.options
     return options
 
 
@@ -200,10 +200,10 @@ class CompletionHead(AnswerHead):
     prefix = "cmpl"
     chunk_object = "text_completion"
 
-    def __init__(self, app_state: AppState, asked: CompletionRequest) -> None:
+    def __init__(self, app_state: AppState, body: CompletionRequest) -> None:
         super().__init__(app_state)
-        self._logprobs = asked.logprobs
-        self._n = asked.n or 1
+        self._logprobs = body.logprobs
+        self._n = body.n or 1
         self.echoed: Sequence[tuple[str, list[int]]] = ()
         """The prompts, as text and as tokens, where they stand before their replies."""
 
@@ -229,17 +229,19 @@ class CompletionHead(AnswerHead):
         if self._logprobs is None:
             return None
         tokens = [] if first is None else [self._text(first)]
-        found: list[float | None] = [] if first is None else [None]
+        token_logprobs: list[float | None] = [] if first is None else [None]
         top: list[dict[str, float] | None] = [] if first is None else [None]
         for entry in entries:
             tokens.append(self._text(entry.token))
-            found.append(finite(entry.logprob))
+            token_logprobs.append(finite(entry.logprob))
             top.append({self._text(each.token): finite(each.logprob) for each in entry.top})
         offsets = []
         for token in tokens:
             offsets.append(offset)
             offset += len(token)
-        return CompletionLogprobs(tokens=tokens, token_logprobs=found, top_logprobs=top, text_offset=offsets)
+        return CompletionLogprobs(
+            tokens=tokens, token_logprobs=token_logprobs, top_logprobs=top, text_offset=offsets
+        )
 
     def _choice(self, at: int, reply: Reply) -> CompletionChoice:
         text, first, entries = reply.text, None, tuple(reply.logprobs or ())
@@ -262,11 +264,11 @@ class CompletionHead(AnswerHead):
 class CompletionWriter:
     """Chunks in OpenAI's older shape. Every sample ends once."""
 
-    def __init__(self, head: CompletionHead, asked: CompletionRequest) -> None:
+    def __init__(self, head: CompletionHead, body: CompletionRequest) -> None:
         self._head = head
-        self._open = set(range(asked.n or 1))
+        self._open = set(range(body.n or 1))
         self._offsets = dict.fromkeys(self._open, 0)
-        include_usage = bool(asked.stream_options and asked.stream_options.include_usage)
+        include_usage = bool(body.stream_options and body.stream_options.include_usage)
         self._usage: dict[str, Any] = {"usage": None} if include_usage else {}
         self._templates = [
             EventTemplate(functools.partial(self._chunk, index)) for index in sorted(self._open)

@@ -106,24 +106,24 @@ class NamingFields(RequestSchema):
     session_params: SessionParams | None = None
 
 
-def is_id(given: object) -> bool:
+def is_id(name: object) -> bool:
     """Whether it can name a conversation."""
-    return isinstance(given, str) and _ID.fullmatch(given) is not None
+    return isinstance(name, str) and _ID.fullmatch(name) is not None
 
 
 def conversation_of(
-    headers: Mapping[str, str], agent: str, asked: RequestSchema | None = None
+    headers: Mapping[str, str], agent: str, body: RequestSchema | None = None
 ) -> AgentConversation | None:
     """The conversation that a request belongs to, by its headers and its fields; None where it names none."""
-    found = _by_headers(headers, agent, (DYNAMO,))
-    if found is None and isinstance(asked, NamingFields):
-        found = _by_fields(asked, agent)
-    found = found or _by_headers(headers, agent, _CLIENTS)
-    if found is None and is_id(key := getattr(asked, "prompt_cache_key", None)):
-        found = AgentConversation(name=f"cache-key:{key}", agent=agent or "client")
-    if found is not None and headers.get("x-dynamo-session-final", "").lower() in ("true", "1"):
-        found = found.closed()
-    return found
+    conversation = _by_headers(headers, agent, (DYNAMO,))
+    if conversation is None and isinstance(body, NamingFields):
+        conversation = _by_fields(body, agent)
+    conversation = conversation or _by_headers(headers, agent, _CLIENTS)
+    if conversation is None and is_id(key := getattr(body, "prompt_cache_key", None)):
+        conversation = AgentConversation(name=f"cache-key:{key}", agent=agent or "client")
+    if conversation is not None and headers.get("x-dynamo-session-final", "").lower() in ("true", "1"):
+        conversation = conversation.closed()
+    return conversation
 
 
 def _by_headers(
@@ -146,12 +146,12 @@ def _by_headers(
     return None
 
 
-def _by_fields(asked: NamingFields, agent: str) -> AgentConversation | None:
-    dynamo, sglang = asked.nvext, asked.session_params
+def _by_fields(body: NamingFields, agent: str) -> AgentConversation | None:
+    dynamo, sglang = body.nvext, body.session_params
     control = dynamo.session_control if dynamo is not None else None
     context = dynamo.agent_context if dynamo is not None else None
-    for given in (control, context):
-        if given is not None and is_id(given.session_id):
+    for hints in (control, context):
+        if hints is not None and is_id(hints.session_id):
             parent = next(
                 (
                     each.parent_session_id
@@ -161,7 +161,7 @@ def _by_fields(asked: NamingFields, agent: str) -> AgentConversation | None:
                 None,
             )
             return AgentConversation(
-                name=f"dynamo:{given.session_id}",
+                name=f"dynamo:{hints.session_id}",
                 parent=f"dynamo:{parent}" if parent else "",
                 agent=agent or "dynamo",
                 keep_seconds=_seconds(control.timeout if control is not None else None),
@@ -180,5 +180,5 @@ def _by_fields(asked: NamingFields, agent: str) -> AgentConversation | None:
     return None
 
 
-def _seconds(given: float | None) -> float | None:
-    return min(given, _LONGEST) if given else None
+def _seconds(seconds: float | None) -> float | None:
+    return min(seconds, _LONGEST) if seconds else None

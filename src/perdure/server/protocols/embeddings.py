@@ -131,30 +131,30 @@ router = APIRouter(route_class=BodyRoute)
 
 @router.post("/v1/embeddings", tags=["OpenAI"], responses=errors(404, 504), response_model=EmbeddingAnswer)
 async def embeddings(
-    asked: EmbeddingRequest, request: Request, app_state: AppStateDep, caller: CallerDep
+    body: EmbeddingRequest, request: Request, app_state: AppStateDep, caller: CallerDep
 ) -> Response:
     """Texts as vectors of length 1."""
-    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
-    app_state = await app_state.serving(asked.model, caller.visit)
-    given: Any = asked.input
-    one = isinstance(given, str) or (given and all(isinstance(each, int) for each in given))
-    await check_width(asked.dimensions, app_state)
-    texts = [given] if one else given
-    found = await embed(texts, request, app_state, caller, prefix=asked.prefix, model=asked.model)
-    found = cut(found, asked.dimensions)
+    refuse_fields(body, strict=app_state.strict, refused={}, notes=caller.notes)
+    app_state = await app_state.serving(body.model, caller.visit)
+    inputs: Any = body.input
+    one = isinstance(inputs, str) or (inputs and all(isinstance(each, int) for each in inputs))
+    await check_width(body.dimensions, app_state)
+    texts = [inputs] if one else inputs
+    embedded = await embed(texts, request, app_state, caller, prefix=body.prefix, model=body.model)
+    embedded = cut(embedded, body.dimensions)
     if app_state.log_text:
-        caller.notes["input"] = asked.input
+        caller.notes["input"] = body.input
     # In a thread: a thousand vectors are a million numbers to write out.
-    body = await app_state.call(_body, found, app_state.name, asked.encoding_format == "base64")
-    return Response(body, media_type="application/json")
+    answer_body = await app_state.call(_body, embedded, app_state.name, body.encoding_format == "base64")
+    return Response(answer_body, media_type="application/json")
 
 
-def _body(found: Embeddings, model: str, packed: bool) -> bytes:
+def _body(embedded: Embeddings, model: str, packed: bool) -> bytes:
     data = [
         {"object": "embedding", "index": index, "embedding": _packed(vector) if packed else vector.tolist()}
-        for index, vector in enumerate(found.vectors)
+        for index, vector in enumerate(embedded.vectors)
     ]
-    usage = {"prompt_tokens": sum(found.tokens), "total_tokens": sum(found.tokens)}
+    usage = {"prompt_tokens": sum(embedded.tokens), "total_tokens": sum(embedded.tokens)}
     return json.dumps({"object": "list", "data": data, "model": model, "usage": usage}).encode()
 
 
@@ -204,37 +204,37 @@ class RerankAnswer(ResponseSchema):
 @router.post("/rerank", tags=["rerank"], responses=errors(404, 504))
 @router.post("/v1/rerank", tags=["rerank"], responses=errors(404, 504))
 async def rerank(
-    asked: RerankRequest, request: Request, app_state: AppStateDep, caller: CallerDep
+    body: RerankRequest, request: Request, app_state: AppStateDep, caller: CallerDep
 ) -> RerankAnswer:
     """Documents, the most relevant to a query first: by the score of each pair, where the model is a
     reranker, else by the vectors that it has for them."""
-    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
-    app_state = await app_state.serving(asked.model, caller.visit)
-    given = asked.documents if asked.documents is not None else asked.texts
-    texts = [each if isinstance(each, str) else each.text for each in given or ()]
+    refuse_fields(body, strict=app_state.strict, refused={}, notes=caller.notes)
+    app_state = await app_state.serving(body.model, caller.visit)
+    documents = body.documents if body.documents is not None else body.texts
+    texts = [each if isinstance(each, str) else each.text for each in documents or ()]
     if not texts:
         raise ApiError(400, "documents: give at least one", param="documents", code="invalid_value")
-    found = await embed(
+    embedded = await embed(
         texts,
         request,
         app_state,
         caller,
         param="documents",
         limit=2047,
-        query=asked.query,
-        model=asked.model,
+        query=body.query,
+        model=body.model,
     )
-    best = ranked(found, scored=app_state.runtime.model.info.pair is not None)
-    usage = EmbeddingUsage(prompt_tokens=sum(found.tokens), total_tokens=sum(found.tokens))
-    return RerankAnswer(model=app_state.name, results=_results(best, texts, asked), usage=usage)
+    best = ranked(embedded, scored=app_state.runtime.model.info.pair is not None)
+    usage = EmbeddingUsage(prompt_tokens=sum(embedded.tokens), total_tokens=sum(embedded.tokens))
+    return RerankAnswer(model=app_state.name, results=_results(best, texts, body), usage=usage)
 
 
-def _results(best: Sequence[RankedText], texts: list[str], asked: RerankRequest) -> list[RankedDocument]:
+def _results(best: Sequence[RankedText], texts: list[str], body: RerankRequest) -> list[RankedDocument]:
     return [
         RankedDocument(
             index=each.index,
             relevance_score=each.score,
-            document=DocumentAnswer(text=texts[each.index]) if asked.return_documents else None,
+            document=DocumentAnswer(text=texts[each.index]) if body.return_documents else None,
         )
-        for each in best[: asked.top_n]
+        for each in best[: body.top_n]
     ]

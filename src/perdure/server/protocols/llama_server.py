@@ -83,11 +83,11 @@ async def slots(app_state: ServedDep, caller: CallerDep) -> list[SlotProps]:
 
 
 @router.post("/apply-template", responses=errors(404))
-async def apply_template(asked: ChatRequest, app_state: AppStateDep, caller: CallerDep) -> PromptAnswer:
+async def apply_template(body: ChatRequest, app_state: AppStateDep, caller: CallerDep) -> PromptAnswer:
     """The prompt that a chat request makes, without answering it."""
-    check_chat_options(asked, app_state, caller.notes)
-    app_state = await app_state.serving(asked.model, caller.visit)
-    return await app_state.work(_apply_template, app_state, asked, caller.namespace)
+    check_chat_options(body, app_state, caller.notes)
+    app_state = await app_state.serving(body.model, caller.visit)
+    return await app_state.work(_apply_template, app_state, body, caller.namespace)
 
 
 class InfillFile(RequestSchema):
@@ -149,25 +149,25 @@ _STOP_TYPES = {"stop": "eos", "length": "limit", "repetition": "repetition"}
 
 @router.post("/infill", responses=streamed(404), response_model=dict[str, Any])
 async def infill(
-    asked: InfillRequest, request: Request, app_state: ServedDep, caller: CallerDep
+    body: InfillRequest, request: Request, app_state: ServedDep, caller: CallerDep
 ) -> dict[str, Any] | Response:
     """What stands between two texts, for models that have tokens for that."""
-    refuse_fields(asked, strict=False, refused={}, notes=caller.notes)
+    refuse_fields(body, strict=False, refused={}, notes=caller.notes)
 
     def submit() -> Stream[Delta, Reply]:
-        before, files = asked.input_prefix + asked.prompt, asked.input_extra or ()
+        before, files = body.input_prefix + body.prompt, body.input_extra or ()
         prompt = fill_in(
             app_state,
             before,
-            asked.input_suffix,
+            body.input_suffix,
             [(file.filename, file.text) for file in files],
             param="input_suffix",
         )
-        limit = asked.n_predict if asked.n_predict is not None and asked.n_predict > 0 else None
-        options: dict[str, Any] = {**app_state.defaults.sampling, **asked.sampling, "max_tokens": limit}
-        if asked.perdure is not None:
-            options |= asked.perdure.options
-        options["timeout"] = app_state.seconds(asked.perdure.timeout if asked.perdure else None)
+        limit = body.n_predict if body.n_predict is not None and body.n_predict > 0 else None
+        options: dict[str, Any] = {**app_state.defaults.sampling, **body.sampling, "max_tokens": limit}
+        if body.perdure is not None:
+            options |= body.perdure.options
+        options["timeout"] = app_state.seconds(body.perdure.timeout if body.perdure else None)
         return app_state.runtime.submit(prompt, namespace=caller.namespace, **options)
 
     writer = InfillWriter()
@@ -177,8 +177,8 @@ async def infill(
         app_state,
         caller,
         whole=writer.whole,
-        writer=writer if asked.stream else None,
-        timeout=asked.perdure.timeout if asked.perdure else None,
+        writer=writer if body.stream else None,
+        timeout=body.perdure.timeout if body.perdure else None,
     )
 
 
@@ -195,10 +195,10 @@ def _slots(app_state: AppState, namespace: str) -> list[SlotProps]:
     ]
 
 
-def _apply_template(app_state: AppState, asked: ChatRequest, namespace: str) -> PromptAnswer:
-    wanted = reply_request(asked, app_state)
-    options, _ = ChatOptions.split(wanted.options)
+def _apply_template(app_state: AppState, body: ChatRequest, namespace: str) -> PromptAnswer:
+    request = reply_request(body, app_state)
+    options, _ = ChatOptions.split(request.options)
     prompt = app_state.runtime.chat_format.prompt(
-        wanted.messages, options, namespace=namespace, must_fit=True
+        request.messages, options, namespace=namespace, must_fit=True
     )
     return PromptAnswer(prompt=app_state.runtime.model.detokenize(prompt.transcript.tokens, special=True))

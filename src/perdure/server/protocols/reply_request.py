@@ -130,12 +130,12 @@ class ReplyRequest:
     extra: TurnExtra | None = None
     """What its turn has besides, in a session. Its `call_ids` hold without a session too."""
 
-    def submit(self, app_state: AppState, caller: Caller, asked: RequestSchema | None = None) -> TurnStream:
-        """Queue it; with `asked`, in the conversation that its fields and headers name. It takes time to
+    def submit(self, app_state: AppState, caller: Caller, body: RequestSchema | None = None) -> TurnStream:
+        """Queue it; with `body`, in the conversation that its fields and headers name. It takes time to
         render and to tokenise, so this is called in a thread."""
         runtime = app_state.runtime
         if self.place is None:
-            if asked is not None and (conversation := named_conversation(caller, asked)) is not None:
+            if body is not None and (conversation := named_conversation(caller, body)) is not None:
                 stream = submit_to_conversation(
                     app_state, caller, conversation, self.messages, self.options, self.extra
                 )
@@ -162,7 +162,7 @@ class ReplyRequest:
 
 def _submit(
     session: Session,
-    said: Sequence[Message],
+    messages: Sequence[Message],
     options: Mapping[str, Any],
     *,
     made: bool,
@@ -172,7 +172,7 @@ def _submit(
     has gone on with it."""
     turns = session.turns if made else None
     try:
-        return session.submit(said, extra=extra, **options)
+        return session.submit(messages, extra=extra, **options)
     except BaseException:
         if turns is not None:
             with suppress(PerdureError):
@@ -180,14 +180,14 @@ def _submit(
         raise
 
 
-def named_conversation(caller: Caller, asked: RequestSchema) -> AgentConversation | None:
+def named_conversation(caller: Caller, body: RequestSchema) -> AgentConversation | None:
     """The conversation that headers or fields name; None where there is none, or none is kept."""
     if caller.headers is None:
         return None
-    if NAMING_HEADERS.isdisjoint(caller.headers) and NAMING_FIELDS.isdisjoint(asked.model_fields_set):
+    if NAMING_HEADERS.isdisjoint(caller.headers) and NAMING_FIELDS.isdisjoint(body.model_fields_set):
         # Most requests name none.
         return None
-    return conversation_of(caller.headers, caller.agent, asked)
+    return conversation_of(caller.headers, caller.agent, body)
 
 
 def submit_to_conversation(
@@ -211,16 +211,16 @@ def submit_to_conversation(
     if settings is None or settings.get("side", side_request(messages) is not None):
         return None
     if conversation.keep_seconds is not None:
-        kept = KeptPrefix(after=0, seconds=conversation.keep_seconds)
-        settings["cache_marks"] = [*settings.get("cache_marks", ())[:_OTHER_MARKS], kept]
+        prefix = KeptPrefix(after=0, seconds=conversation.keep_seconds)
+        settings["cache_marks"] = [*settings.get("cache_marks", ())[:_OTHER_MARKS], prefix]
     if options.get("stable_prefix"):
         messages = runtime.chat_format.settle(messages, caller.namespace)
     try:
-        found = find_line(sessions, conversation, messages, caller.namespace)
-        if found is None:
+        line = find_line(sessions, conversation, messages, caller.namespace)
+        if line is None:
             return None
-        session = found.session
-        stream = _submit(session, found.said, settings, made=found.made, extra=extra)
+        session = line.session
+        stream = _submit(session, line.said, settings, made=line.made, extra=extra)
     except (SessionError, StoreError) as error:
         # What cannot be kept is answered all the same.
         log.info("conversation %s goes without its session: %s", conversation.name, error)

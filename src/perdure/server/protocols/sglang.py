@@ -40,18 +40,18 @@ class CloseSessionRequest(RequestSchema):
 
 
 @router.post("/open_session", responses=errors(), response_model=str)
-async def open_session(asked: OpenSessionRequest, app_state: AppStateDep, caller: CallerDep) -> Response:
+async def open_session(body: OpenSessionRequest, app_state: AppStateDep, caller: CallerDep) -> Response:
     """The name of a session. It is made with the first request that names it by `session_params.id`."""
-    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
-    name = uuid.uuid4().hex if asked.session_id is None else asked.session_id
+    refuse_fields(body, strict=app_state.strict, refused={}, notes=caller.notes)
+    name = uuid.uuid4().hex if body.session_id is None else body.session_id
     return JSONResponse(_checked(name))
 
 
 @router.post("/close_session", responses=errors(404), response_model=None)
-async def close_session(asked: CloseSessionRequest, app_state: ServedDep, caller: CallerDep) -> Response:
+async def close_session(body: CloseSessionRequest, app_state: ServedDep, caller: CallerDep) -> Response:
     """Have the state of a session leave the slots. Its turns, and what is on the disk, stay."""
-    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
-    conversation = AgentConversation(name=f"sglang:{_checked(asked.session_id)}")
+    refuse_fields(body, strict=app_state.strict, refused={}, notes=caller.notes)
+    conversation = AgentConversation(name=f"sglang:{_checked(body.session_id)}")
     await app_state.work(let_go, app_state.runtime, conversation, caller.namespace)
     return Response(status_code=200)
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from perdure.chat.message import Message
 from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.errors import ContextOverflow
 from perdure.server.core.api_error import ApiError
@@ -36,7 +37,6 @@ from perdure.server.protocols.messages.requests import (
     prompt_options,
     reply_request,
 )
-from perdure.server.protocols.reply_request import ReplyRequest
 from perdure.sessions.fold import TurnStream
 
 
@@ -104,11 +104,11 @@ class CountAnswer(ResponseSchema):
 class MessagesHead:
     """What whole answers and streams of one request say alike."""
 
-    def __init__(self, asked: MessagesRequest, app_state: AppState, namespace: str) -> None:
+    def __init__(self, body: MessagesRequest, app_state: AppState, namespace: str) -> None:
         self.id = f"msg_{uuid.uuid4().hex}"
         self.model = app_state.name
-        self.hides_thinking = asked.hides_thinking
-        self._max_tokens = asked.max_tokens
+        self.hides_thinking = body.hides_thinking
+        self._max_tokens = body.max_tokens
         self._cipher = app_state.reasoning_cipher
         self._namespace = namespace
 
@@ -354,42 +354,46 @@ router = APIRouter(tags=["Anthropic"], route_class=BodyRoute)
 
 @router.post("/v1/messages", responses=streamed(404, 409, 507, 529), response_model=MessagesAnswer)
 async def messages(
-    asked: MessagesRequest, request: Request, app_state: AppStateDep, caller: CallerDep
+    body: MessagesRequest, request: Request, app_state: AppStateDep, caller: CallerDep
 ) -> MessagesAnswer | Response:
     """A reply to a conversation, in the shape of Anthropic's Messages."""
-    app_state = await app_state.serving(asked.model, caller.visit, caller.namespace, sign=bool(asked.stream))
-    wanted, stream = await app_state.call(_submit, asked, app_state, caller)
-    head = MessagesHead(asked, app_state, caller.namespace)
+    app_state = await app_state.serving(body.model, caller.visit, caller.namespace, sign=bool(body.stream))
+    stream, messages = await app_state.call(_submit, body, app_state, caller)
+    head = MessagesHead(body, app_state, caller.namespace)
     return await answer(
         stream,
         request,
         app_state,
         caller,
         whole=head.whole,
-        timeout=asked.perdure.timeout if asked.perdure else None,
-        writer=MessagesWriter(head, stream.prompt_tokens) if asked.stream else None,
-        messages=wanted.messages,
+        timeout=body.perdure.timeout if body.perdure else None,
+        writer=MessagesWriter(head, stream.prompt_tokens) if body.stream else None,
+        messages=messages,
     )
 
 
-def _submit(asked: MessagesRequest, app_state: AppState, caller: Caller) -> tuple[ReplyRequest, TurnStream]:
+def _submit(
+    body: MessagesRequest, app_state: AppState, caller: Caller
+) -> tuple[TurnStream, Sequence[Message]]:
     """In one thread: to read what is asked takes time too."""
-    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
-    wanted = reply_request(asked, app_state, caller.namespace)
-    return wanted, wanted.submit(app_state, caller, asked)
+    refuse_fields(body, strict=app_state.strict, refused={}, notes=caller.notes)
+    request = reply_request(body, app_state, caller.namespace)
+    return request.submit(app_state, caller, body), request.messages
 
 
 @router.post("/v1/messages/count_tokens", responses=errors(404, 504, 529))
-async def count_tokens(asked: CountRequest, app_state: AppStateDep, caller: CallerDep) -> CountAnswer:
+async def count_tokens(body: CountRequest, app_state: AppStateDep, caller: CallerDep) -> CountAnswer:
     """The tokens of a prompt. Of one that cannot fit, at least as many."""
-    app_state = await app_state.serving(asked.model, caller.visit, caller.namespace)
-    return await app_state.work(_count, asked, app_state, caller.namespace)
+    app_state = await app_state.serving(body.model, caller.visit, caller.namespace)
+    return await app_state.work(_count, body, app_state, caller.namespace)
 
 
-def _count(asked: CountRequest, app_state: AppState, namespace: str) -> CountAnswer:
-    said, options = Conversation(asked, app_state, namespace).messages, prompt_options(asked)
+def _count(body: CountRequest, app_state: AppState, namespace: str) -> CountAnswer:
+    messages, options = Conversation(body, app_state, namespace).messages, prompt_options(body)
     try:
-        return CountAnswer(input_tokens=app_state.runtime.count_chat(said, namespace=namespace, **options))
+        return CountAnswer(
+            input_tokens=app_state.runtime.count_chat(messages, namespace=namespace, **options)
+        )
     except ContextOverflow as error:
         return CountAnswer(input_tokens=error.needed)
 

@@ -116,62 +116,62 @@ class MessagesRequest(NamingFields, SamplingSchema, CountRequest):
         return self.thinking is not None and self.thinking.display == "omitted"
 
 
-def reply_request(asked: MessagesRequest, app_state: AppState, namespace: str) -> ReplyRequest:
+def reply_request(body: MessagesRequest, app_state: AppState, namespace: str) -> ReplyRequest:
     """What a request asks for, in the inner form."""
-    options = {**app_state.model_options(asked.model), **prompt_options(asked)}
+    options = {**app_state.model_options(body.model), **prompt_options(body)}
     # Clients ask for all that their own models could write.
-    options["max_tokens"], options["limit_to_context"] = asked.max_tokens, True
-    options |= asked.sampling
-    if stops := [stop for stop in asked.stop_sequences or () if stop]:
+    options["max_tokens"], options["limit_to_context"] = body.max_tokens, True
+    options |= body.sampling
+    if stops := [stop for stop in body.stop_sequences or () if stop]:
         options["stop"] = stops
-    extension = asked.perdure
+    extension = body.perdure
     if extension is not None:
         extended = extension.options
         options["variables"] = {**options.get("variables", {}), **extended.pop("variables", {})}
         options |= extended
-    thinking = asked.thinking
+    thinking = body.thinking
     if thinking is not None and thinking.type == "enabled" and thinking.budget_tokens is not None:
         options["reasoning_budget"] = thinking.budget_tokens
     options["timeout"] = app_state.seconds(extension.timeout if extension else None)
-    said = Conversation(asked, app_state, namespace)
-    if said.is_prefilled:
+    conversation = Conversation(body, app_state, namespace)
+    if conversation.is_prefilled:
         options["continue_final_message"] = True
-    if said.marks:
-        options["cache_marks"] = said.cache_marks
+    if conversation.marks:
+        options["cache_marks"] = conversation.cache_marks
     return ReplyRequest(
-        messages=parse_messages(said.messages),
+        messages=parse_messages(conversation.messages),
         options=app_state.defaults.fill(options),
         place=extension.place if extension is not None else None,
     )
 
 
-def prompt_options(asked: CountRequest) -> dict[str, Any]:
+def prompt_options(body: CountRequest) -> dict[str, Any]:
     """What is asked of the prompt: tools, their choice, a schema, how to think."""
     options: dict[str, Any] = {}
     tools = [
         {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
-        for tool in asked.tools or ()
+        for tool in body.tools or ()
         if tool.name and tool.type in (None, "custom")
     ]
     if tools:
         options["tools"] = tools
-    if asked.tool_choice is not None and tools:
-        kind = asked.tool_choice.type
-        options["tool_choice"] = {"any": "required", "tool": asked.tool_choice.name}.get(kind, kind)
+    if body.tool_choice is not None and tools:
+        kind = body.tool_choice.type
+        options["tool_choice"] = {"any": "required", "tool": body.tool_choice.name}.get(kind, kind)
         if options["tool_choice"] is None:
             raise _invalid("tool_choice.name", "which tool?")
-        if asked.tool_choice.disable_parallel_tool_use:
+        if body.tool_choice.disable_parallel_tool_use:
             options["parallel_tool_calls"] = False
-    wanted = (asked.output_config.format if asked.output_config else None) or asked.output_format
-    if wanted is not None and wanted.type == "json_schema":
-        if wanted.schema_ is None:
+    output_format = (body.output_config.format if body.output_config else None) or body.output_format
+    if output_format is not None and output_format.type == "json_schema":
+        if output_format.schema_ is None:
             raise _invalid("output_config.format.schema", "the schema is missing")
-        options["schema"] = wanted.schema_
+        options["schema"] = output_format.schema_
     variables: dict[str, Any] = {}
-    if asked.thinking is not None and asked.thinking.type in ("enabled", "disabled"):
-        variables["enable_thinking"] = asked.thinking.type == "enabled"
-    if asked.output_config is not None and asked.output_config.effort is not None:
-        variables["reasoning_effort"] = asked.output_config.effort
+    if body.thinking is not None and body.thinking.type in ("enabled", "disabled"):
+        variables["enable_thinking"] = body.thinking.type == "enabled"
+    if body.output_config is not None and body.output_config.effort is not None:
+        variables["reasoning_effort"] = body.output_config.effort
     if variables:
         options["variables"] = variables
     return options
@@ -180,20 +180,20 @@ def prompt_options(asked: CountRequest) -> dict[str, Any]:
 class Conversation:
     """The messages of a request in the inner form, the system message first, and its cache marks."""
 
-    def __init__(self, asked: CountRequest, app_state: AppState, namespace: str) -> None:
-        app_state.check_message_count(len(asked.messages))
+    def __init__(self, body: CountRequest, app_state: AppState, namespace: str) -> None:
+        app_state.check_message_count(len(body.messages))
         self.messages: list[dict[str, Any]] = []
         self.marks: list[tuple[int, CacheControl]] = []
         """Each with the number of messages before it."""
         self._cipher, self._namespace = app_state.reasoning_cipher, namespace
-        if system := _system(asked.system):
+        if system := _system(body.system):
             self.messages.append({"role": "system", "content": system})
         # Tools are shown with the system message, whatever comes first in a request.
-        for tool in asked.tools or ():
+        for tool in body.tools or ():
             self._mark(tool.cache_control)
-        for block in asked.system if isinstance(asked.system, list) else ():
+        for block in body.system if isinstance(body.system, list) else ():
             self._mark(block.cache_control)
-        for at, message in enumerate(asked.messages):
+        for at, message in enumerate(body.messages):
             where = f"messages.{at}.content"
             if isinstance(message.content, str):
                 self.messages.append({"role": message.role, "content": message.content})
@@ -201,7 +201,7 @@ class Conversation:
                 self._add_assistant(message.content, where)
             else:
                 self._add_user(message.role, message.content, where)
-        self._mark(asked.cache_control)
+        self._mark(body.cache_control)
         if not any(message["role"] != "system" for message in self.messages):
             raise _invalid("messages", "there is nothing to answer")
         if len(self.marks) > _CACHE_MARKS:
@@ -222,9 +222,9 @@ class Conversation:
         total = len(self.messages)
         return [KeptPrefix(after=total - before, seconds=mark.seconds) for before, mark in self.marks]
 
-    def _mark(self, given: CacheControl | None) -> None:
-        if given is not None:
-            self.marks.append((len(self.messages), given))
+    def _mark(self, control: CacheControl | None) -> None:
+        if control is not None:
+            self.marks.append((len(self.messages), control))
 
     def _add_user(self, role: str, blocks: list[Block], where: str) -> None:
         """Results of tools first: they answer the message before."""
@@ -281,21 +281,21 @@ class Conversation:
             self._mark(block.cache_control)
 
 
-def _system(given: str | list[Block] | None) -> str:
-    if given is None or isinstance(given, str):
-        return given or ""
-    texts = [block.text for block in given if block.text and not block.text.startswith(_BILLING)]
+def _system(system: str | list[Block] | None) -> str:
+    if system is None or isinstance(system, str):
+        return system or ""
+    texts = [block.text for block in system if block.text and not block.text.startswith(_BILLING)]
     return "\n\n".join(texts)
 
 
 def _result(block: Block, where: str) -> str:
-    given = block.get("content")
-    if given is None or isinstance(given, str):
-        text = given or ""
-    elif isinstance(given, list):
+    content = block.get("content")
+    if content is None or isinstance(content, str):
+        text = content or ""
+    elif isinstance(content, list):
         parts = [
             _readable(_block(part, f"{where}.content.{at}"), f"{where}.content.{at}")
-            for at, part in enumerate(given)
+            for at, part in enumerate(content)
             if isinstance(part, dict)
         ]
         text = "\n\n".join(part for part in parts if part is not None)
@@ -304,10 +304,10 @@ def _result(block: Block, where: str) -> str:
     return f"Error: {text}" if block.get("is_error") is True and text else text
 
 
-def _block(given: dict[str, Any], where: str) -> Block:
+def _block(fields: dict[str, Any], where: str) -> Block:
     """A block inside of another one: those are read by their kinds, after the request was checked."""
     try:
-        return Block.model_validate(given)
+        return Block.model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join([where, *map(str, first["loc"])])
@@ -334,18 +334,18 @@ def _readable(block: Block, where: str) -> str | None:
     return None
 
 
-def _blocks_text(given: Any) -> str:
-    if isinstance(given, str):
-        return given
-    parts = given if isinstance(given, list) else []
+def _blocks_text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else []
     texts = [part.get("text") for part in parts if isinstance(part, dict)]
     return "\n\n".join(text for text in texts if isinstance(text, str))
 
 
-def _text(given: Any, where: str) -> str:
-    if not isinstance(given, str) or not given:
+def _text(text: Any, where: str) -> str:
+    if not isinstance(text, str) or not text:
         raise _invalid(where, "a text is missing")
-    return given
+    return text
 
 
 def _invalid(where: str, problem: str) -> ApiError:

@@ -76,16 +76,16 @@ class OllamaMessage(RequestSchema):
     @property
     def plain(self) -> dict[str, Any]:
         """As the runtime takes it."""
-        found: dict[str, Any] = {"role": self.role, "content": self.content or ""}
+        message: dict[str, Any] = {"role": self.role, "content": self.content or ""}
         if self.role == "assistant":
             if self.thinking:
-                found["reasoning_content"] = self.thinking
+                message["reasoning_content"] = self.thinking
             if self.tool_calls:
-                found["tool_calls"] = [call.model_dump() for call in self.tool_calls]
-                found["content"] = self.content or None
+                message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+                message["content"] = self.content or None
         if self.role == "tool":
-            found |= {"name": self.tool_name, "tool_call_id": self.tool_call_id}
-        return found
+            message |= {"name": self.tool_name, "tool_call_id": self.tool_call_id}
+        return message
 
 
 class ModelNamed(RequestSchema):
@@ -143,33 +143,33 @@ class CopyRequest(RequestSchema):
     destination: str = Field(min_length=1, max_length=200)
 
 
-def chat_request(asked: OllamaChatRequest, app_state: AppState) -> tuple[ReplyRequest, list[str]]:
+def chat_request(body: OllamaChatRequest, app_state: AppState) -> tuple[ReplyRequest, list[str]]:
     """What a chat asks for, in the inner form, and what could not be done as it was said."""
-    app_state.check_message_count(len(asked.messages))
-    for at, message in enumerate(asked.messages):
+    app_state.check_message_count(len(body.messages))
+    for at, message in enumerate(body.messages):
         _check_images(message.images, f"messages.{at}.images")
-    options, notes = reply_options(asked, app_state)
-    if asked.tools:
-        options["tools"] = asked.tools
-    if asked.messages and asked.messages[-1].is_begun:
+    options, notes = reply_options(body, app_state)
+    if body.tools:
+        options["tools"] = body.tools
+    if body.messages and body.messages[-1].is_begun:
         options["continue_final_message"] = True
     return ReplyRequest(
-        messages=parse_messages(message.plain for message in asked.messages),
+        messages=parse_messages(message.plain for message in body.messages),
         options=options,
-        place=asked.perdure.place if asked.perdure is not None else None,
+        place=body.perdure.place if body.perdure is not None else None,
     ), notes
 
 
-def generate_request(asked: GenerateRequest, app_state: AppState) -> tuple[ReplyRequest, list[str]]:
+def generate_request(body: GenerateRequest, app_state: AppState) -> tuple[ReplyRequest, list[str]]:
     """The same for a prompt, which is a conversation of one message unless it is `raw`."""
-    _check_images(asked.images, "images")
+    _check_images(body.images, "images")
     for name, instead in _REFUSED.items():
-        if getattr(asked, name):
+        if getattr(body, name):
             raise ApiError(400, f"{name}: {instead}", param=name, code="unsupported_parameter")
-    options, notes = reply_options(asked, app_state)
-    messages = [{"role": "system", "content": asked.system}] if asked.system else []
-    messages.append({"role": "user", "content": asked.prompt})
-    place = asked.perdure.place if asked.perdure is not None else None
+    options, notes = reply_options(body, app_state)
+    messages = [{"role": "system", "content": body.system}] if body.system else []
+    messages.append({"role": "user", "content": body.prompt})
+    place = body.perdure.place if body.perdure is not None else None
     return ReplyRequest(messages=parse_messages(messages), options=options, place=place), notes
 
 
@@ -179,35 +179,35 @@ _REFUSED = {
 }
 
 
-def reply_options(asked: ReplyOptions, app_state: AppState) -> tuple[dict[str, Any], list[str]]:
+def reply_options(body: ReplyOptions, app_state: AppState) -> tuple[dict[str, Any], list[str]]:
     """What is asked of a reply in the runtime's words, and what could not be done as it was said."""
-    keep_alive_seconds(asked.keep_alive)
-    options, notes = _mapped(asked.options or {}, app_state)
-    if isinstance(asked.format, dict):
-        options["schema"] = asked.format
-    elif asked.format == "json":
+    keep_alive_seconds(body.keep_alive)
+    options, notes = _mapped(body.options or {}, app_state)
+    if isinstance(body.format, dict):
+        options["schema"] = body.format
+    elif body.format == "json":
         options["schema"] = {"type": "object"}
-    if isinstance(asked.think, bool):
-        options["variables"] = {"enable_thinking": asked.think}
-    elif asked.think is not None:
-        options["variables"] = {"enable_thinking": True, "reasoning_effort": asked.think}
-    if asked.logprobs:
-        options["logprobs"] = asked.top_logprobs or 0
-    extension = asked.perdure
+    if isinstance(body.think, bool):
+        options["variables"] = {"enable_thinking": body.think}
+    elif body.think is not None:
+        options["variables"] = {"enable_thinking": True, "reasoning_effort": body.think}
+    if body.logprobs:
+        options["logprobs"] = body.top_logprobs or 0
+    extension = body.perdure
     if extension is not None:
         extended = extension.options
         options["variables"] = {**options.get("variables", {}), **extended.pop("variables", {})}
         options |= extended
     options["timeout"] = app_state.seconds(extension.timeout if extension is not None else None)
-    options |= app_state.model_options(asked.model or asked.name)
+    options |= app_state.model_options(body.model or body.name)
     return app_state.defaults.fill(options), notes
 
 
-def _mapped(given: Mapping[str, Any], app_state: AppState) -> tuple[dict[str, Any], list[str]]:
+def _mapped(ollama_options: Mapping[str, Any], app_state: AppState) -> tuple[dict[str, Any], list[str]]:
     options: dict[str, Any] = {}
     notes: list[str] = []
     n_ctx = app_state.runtime.n_ctx
-    for name, value in given.items():
+    for name, value in ollama_options.items():
         if value is None:
             continue
         if name in _SAMPLING:
@@ -255,12 +255,12 @@ def _setting(name: str, setting: Option, value: Any) -> Any:
     return value
 
 
-def keep_alive_seconds(given: KeepAlive | None) -> float | None:
+def keep_alive_seconds(keep_alive: KeepAlive | None) -> float | None:
     """How long the model is to stay loaded without a request; below 0 for ever, None: as it is."""
-    if given is None:
+    if keep_alive is None:
         return None
     try:
-        return parse_duration(given)
+        return parse_duration(keep_alive)
     except InvalidInputError:
         raise _invalid("keep_alive", "a number of seconds, or a duration such as 5m") from None
 

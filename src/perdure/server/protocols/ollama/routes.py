@@ -66,73 +66,75 @@ def _lines(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 @router.post("/api/chat", responses=_lines(409, 507), response_model=dict[str, Any])
 async def chat(
-    asked: OllamaChatRequest, request: Request, app_state: AppStateDep, caller: CallerDep
+    body: OllamaChatRequest, request: Request, app_state: AppStateDep, caller: CallerDep
 ) -> dict[str, Any] | Response:
     """A reply to a conversation."""
-    if not asked.messages:
-        return await _idle(asked, app_state, caller, "chat")
-    app_state = await _serving(asked, app_state, caller, "chat")
+    if not body.messages:
+        return await _idle(body, app_state, caller, "chat")
+    app_state = await _serving(body, app_state, caller, "chat")
 
     def submit() -> tuple[Any, list[str]]:
         """In one thread: to read what is asked takes time too."""
-        refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
-        wanted, notes = chat_request(asked, app_state)
-        return wanted.submit(app_state, caller, asked), notes
+        refuse_fields(body, strict=app_state.strict, refused={}, notes=caller.notes)
+        reply_request, notes = chat_request(body, app_state)
+        return reply_request.submit(app_state, caller, body), notes
 
     job, notes = await app_state.call(submit)
     writer = OllamaWriter(app_state.name, "chat", notes)
-    return await _answered(job, writer, asked, request, app_state, caller)
+    return await _answered(job, writer, body, request, app_state, caller)
 
 
 @router.post("/api/generate", responses=_lines(409, 507), response_model=dict[str, Any])
 async def generate(
-    asked: GenerateRequest, request: Request, app_state: AppStateDep, caller: CallerDep
+    body: GenerateRequest, request: Request, app_state: AppStateDep, caller: CallerDep
 ) -> dict[str, Any] | Response:
     """A reply to a prompt, by the chat template or, with `raw`, as it is."""
-    if not asked.prompt:
-        return await _idle(asked, app_state, caller, "generate")
-    app_state = await _serving(asked, app_state, caller, "generate")
+    if not body.prompt:
+        return await _idle(body, app_state, caller, "generate")
+    app_state = await _serving(body, app_state, caller, "generate")
 
     def submit() -> tuple[Any, list[str]]:
         """In one thread: to read what is asked takes time too."""
-        refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
-        wanted, notes = generate_request(asked, app_state)
-        if not asked.raw and not asked.suffix:
-            return wanted.submit(app_state, caller), notes
-        if wanted.place is not None:
+        refuse_fields(body, strict=app_state.strict, refused={}, notes=caller.notes)
+        reply_request, notes = generate_request(body, app_state)
+        if not body.raw and not body.suffix:
+            return reply_request.submit(app_state, caller), notes
+        if reply_request.place is not None:
             raise ApiError(
                 400,
                 "perdure.session: only for a prompt by the chat template, without raw and suffix",
                 param="perdure.session",
                 code="invalid_value",
             )
-        options: Any = {name: value for name, value in wanted.options.items() if name not in _CHAT_ONLY}
-        prompt: str | list[int] = asked.prompt
-        if asked.suffix:
-            prompt = fill_in(app_state, asked.prompt, asked.suffix)
+        options: Any = {
+            name: value for name, value in reply_request.options.items() if name not in _CHAT_ONLY
+        }
+        prompt: str | list[int] = body.prompt
+        if body.suffix:
+            prompt = fill_in(app_state, body.prompt, body.suffix)
         return app_state.runtime.submit(prompt, namespace=caller.namespace, **options), notes
 
     job, notes = await app_state.call(submit)
     writer = OllamaWriter(app_state.name, "generate", notes)
-    return await _answered(job, writer, asked, request, app_state, caller)
+    return await _answered(job, writer, body, request, app_state, caller)
 
 
 _CHAT_ONLY = frozenset({"variables", "limit_to_context", "stable_prefix", "settle", "overflow"})
 
 
-def _check_model(asked: ModelNamed, app_state: AppState, caller: Caller) -> PooledModel | None:
-    return app_state.check_model(asked.model or asked.name, caller.namespace)
+def _check_model(body: ModelNamed, app_state: AppState, caller: Caller) -> PooledModel | None:
+    return app_state.check_model(body.model or body.name, caller.namespace)
 
 
 async def _serving(
-    asked: OptionsRequest, app_state: AppState, caller: Caller, kind: Kind | None = None
+    body: OptionsRequest, app_state: AppState, caller: Caller, kind: Kind | None = None
 ) -> AppState:
     """The app state with the model that is asked for, which stays loaded for as long as it says."""
-    name = asked.model or asked.name
-    seconds = keep_alive_seconds(asked.keep_alive)
-    model = _check_model(asked, app_state, caller)
+    name = body.model or body.name
+    seconds = keep_alive_seconds(body.keep_alive)
+    model = _check_model(body, app_state, caller)
     waits: Sign | bool = False
-    if kind is not None and asked.streams:
+    if kind is not None and body.streams:
         writer = OllamaWriter(model.name if model is not None else name, kind)
         waits = functools.partial(writer.keep_alive, {"status": "loading model"})
     return await app_state.serving(name, caller.visit, caller.namespace, sign=waits, keep_alive=seconds)
@@ -141,7 +143,7 @@ async def _serving(
 async def _answered(
     job: Any,
     writer: OllamaWriter,
-    asked: OptionsRequest,
+    body: OptionsRequest,
     request: Request,
     app_state: AppState,
     caller: Caller,
@@ -152,23 +154,23 @@ async def _answered(
         app_state,
         caller,
         whole=writer.whole,
-        writer=writer if asked.streams else None,
+        writer=writer if body.streams else None,
     )
 
 
 async def _idle(
-    asked: OptionsRequest, app_state: AppState, caller: Caller, kind: Kind
+    body: OptionsRequest, app_state: AppState, caller: Caller, kind: Kind
 ) -> dict[str, Any] | Response:
     """Have the model loaded or, with a keep_alive of 0, let go."""
-    model = _check_model(asked, app_state, caller)
+    model = _check_model(body, app_state, caller)
     name = model.name if model is not None else app_state.name
-    unloads = keep_alive_seconds(asked.keep_alive) == 0
+    unloads = keep_alive_seconds(body.keep_alive) == 0
     if not unloads:
-        await _serving(asked, app_state, caller, kind)
+        await _serving(body, app_state, caller, kind)
     elif model is not None and app_state.pool is not None and model.can_unload:
         await app_state.pool.unload(model)
     shown = idle(name, kind, "unload" if unloads else "load")
-    return _all_lines([shown]) if asked.streams else shown
+    return _all_lines([shown]) if body.streams else shown
 
 
 def _all_lines(lines: Sequence[dict[str, Any]]) -> Response:
@@ -178,46 +180,46 @@ def _all_lines(lines: Sequence[dict[str, Any]]) -> Response:
 
 @router.post("/api/embed", responses=errors(404, 504), response_model=dict[str, Any])
 async def embed_texts(
-    asked: EmbedRequest, request: Request, app_state: AppStateDep, caller: CallerDep
+    body: EmbedRequest, request: Request, app_state: AppStateDep, caller: CallerDep
 ) -> Response:
     """Texts as vectors. What does not fit is an error, never cut."""
-    app_state = await _serving(asked, app_state, caller)
-    texts = [asked.input] if isinstance(asked.input, str) else list(asked.input)
+    app_state = await _serving(body, app_state, caller)
+    texts = [body.input] if isinstance(body.input, str) else list(body.input)
     started = time.perf_counter()
-    await check_width(asked.dimensions, app_state)
-    found = cut(await embed(texts, request, app_state, caller, model=asked.model), asked.dimensions)
+    await check_width(body.dimensions, app_state)
+    embedded = cut(await embed(texts, request, app_state, caller, model=body.model), body.dimensions)
 
-    def body() -> bytes:
+    def encode() -> bytes:
         shown = {
             "model": app_state.name,
-            "embeddings": [vector.tolist() for vector in found.vectors],
+            "embeddings": [vector.tolist() for vector in embedded.vectors],
             "total_duration": nanoseconds(time.perf_counter() - started),
             "load_duration": 0,
-            "prompt_eval_count": sum(found.tokens),
+            "prompt_eval_count": sum(embedded.tokens),
         }
         return json.dumps(shown).encode()
 
-    return Response(await app_state.call(body), media_type="application/json")
+    return Response(await app_state.call(encode), media_type="application/json")
 
 
 @router.post("/api/embeddings", responses=errors(404, 504))
 async def embeddings(
-    asked: EmbeddingsRequest, request: Request, app_state: AppStateDep, caller: CallerDep
+    body: EmbeddingsRequest, request: Request, app_state: AppStateDep, caller: CallerDep
 ) -> dict[str, Any]:
     """An older route for one text."""
-    app_state = await _serving(asked, app_state, caller)
-    found = await embed([asked.prompt], request, app_state, caller, model=asked.model)
-    return {"embedding": found.vectors[0].tolist()}
+    app_state = await _serving(body, app_state, caller)
+    embedded = await embed([body.prompt], request, app_state, caller, model=body.model)
+    return {"embedding": embedded.vectors[0].tolist()}
 
 
 @router.get("/api/tags", responses=errors())
 async def tags(app_state: AppStateDep, caller: CallerDep) -> dict[str, Any]:
     """The models that are served, under each of their names."""
     models = await app_state.call(_listed, app_state)
-    given = app_state.names.get(caller.namespace, {})
+    names = app_state.names.get(caller.namespace, {})
     copies = [
         {**model, "name": tagged(name), "model": tagged(name)}
-        for name, own in given.items()
+        for name, own in names.items()
         for model in models
         if model["name"] == tagged(own)
     ]
@@ -231,9 +233,9 @@ async def ps(app_state: AppStateDep) -> dict[str, Any]:
 
 
 @router.post("/api/show", responses=errors(404))
-async def show(asked: ModelNamed, app_state: AppStateDep, caller: CallerDep) -> dict[str, Any]:
+async def show(body: ModelNamed, app_state: AppStateDep, caller: CallerDep) -> dict[str, Any]:
     """A model, its template and what it can do. One that was never loaded is loaded to tell."""
-    app_state = await app_state.serving(asked.model or asked.name, caller.visit, caller.namespace)
+    app_state = await app_state.serving(body.model or body.name, caller.visit, caller.namespace)
     return await app_state.call(Library(app_state).shown)
 
 
@@ -262,35 +264,35 @@ async def version(app_state: AppStateDep) -> dict[str, str]:
 
 
 @router.post("/api/pull", responses=_lines(), response_model=dict[str, Any])
-async def pull(asked: OptionsRequest, app_state: AppStateDep, caller: CallerDep) -> dict[str, Any] | Response:
+async def pull(body: OptionsRequest, app_state: AppStateDep, caller: CallerDep) -> dict[str, Any] | Response:
     """Says that the model is there, where it is. Only a key of the operator has this server fetch another."""
     if is_operator(caller):
-        return await pulled(asked.model or asked.name, app_state, caller, streams=asked.streams)
-    model = _check_model(asked, app_state, caller)
+        return await pulled(body.model or body.name, app_state, caller, streams=body.streams)
+    model = _check_model(body, app_state, caller)
     if model is None or model.is_known:
         lines = Library(app_state if model is None else app_state.of_model(model)).pulled()
     else:
         lines = [{"status": "pulling manifest"}, {"status": "success"}]
-    if not asked.streams:
+    if not body.streams:
         return lines[-1]
     return _all_lines(lines)
 
 
 @router.post("/api/copy", responses=errors(404))
-async def copy(asked: CopyRequest, app_state: AppStateDep, caller: CallerDep) -> dict[str, str]:
+async def copy(body: CopyRequest, app_state: AppStateDep, caller: CallerDep) -> dict[str, str]:
     """Another name for the model, listed for those who gave it until the server ends."""
-    model = app_state.check_model(asked.source, caller.namespace)
+    model = app_state.check_model(body.source, caller.namespace)
     names = app_state.names.setdefault(caller.namespace, {})
-    if asked.destination not in names and len(names) >= _NAMES:
+    if body.destination not in names and len(names) >= _NAMES:
         raise ApiError(400, f"destination: {_NAMES} names are enough; delete one first", code="invalid_value")
-    names[asked.destination] = model.name if model is not None else app_state.name
+    names[body.destination] = model.name if model is not None else app_state.name
     return {"status": "success"}
 
 
 @router.delete("/api/delete", responses=errors(404))
-async def delete(asked: ModelNamed, app_state: AppStateDep, caller: CallerDep) -> dict[str, str]:
+async def delete(body: ModelNamed, app_state: AppStateDep, caller: CallerDep) -> dict[str, str]:
     """Take a name back that was given by a copy. The model itself is chosen when the server is started."""
-    name = asked.model or asked.name
+    name = body.model or body.name
     if name in app_state.names.get(caller.namespace, {}):
         del app_state.names[caller.namespace][name]
         return {"status": "success"}
@@ -414,16 +416,16 @@ class Library:
         }
 
     def _capabilities(self) -> list[str]:
-        found = ["completion", "embedding"]
+        capabilities = ["completion", "embedding"]
         try:
             chat_format = self._app_state.runtime.chat_format
         except PerdureError:
-            return found
+            return capabilities
         if chat_format.call_form.shown:
-            found.append("tools")
+            capabilities.append("tools")
         if chat_format.family.reasoning is not None:
-            found.append("thinking")
-        return found
+            capabilities.append("thinking")
+        return capabilities
 
     def _template(self) -> str:
         try:

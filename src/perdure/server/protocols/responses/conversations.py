@@ -52,13 +52,13 @@ class ConversationAnswer(ResponseSchema):
 
 
 @router.post("", responses=errors(404, 507))
-async def create(asked: ConversationRequest, app_state: AppStateDep, caller: CallerDep) -> ConversationAnswer:
+async def create(body: ConversationRequest, app_state: AppStateDep, caller: CallerDep) -> ConversationAnswer:
     """A conversation, with what was said in it already."""
 
     def work() -> ConversationAnswer:
         responses = Responses(app_state, caller.namespace)
-        said = responses.messages(asked.items or ())
-        session = responses.new_conversation(asked.metadata or {}, said)
+        messages = responses.messages(body.items or ())
+        session = responses.new_conversation(body.metadata or {}, messages)
         return ConversationAnswer.of(session)
 
     return await app_state.call(work)
@@ -75,13 +75,13 @@ async def read(
 
 @router.post("/{conversation_id}", responses=errors(404, 507))
 async def update(
-    conversation_id: ConversationId, asked: ConversationRequest, app_state: AppStateDep, caller: CallerDep
+    conversation_id: ConversationId, body: ConversationRequest, app_state: AppStateDep, caller: CallerDep
 ) -> ConversationAnswer:
     """Other metadata."""
 
     def work() -> ConversationAnswer:
         session = Responses(app_state, caller.namespace).conversation(conversation_id)
-        session.note({"metadata": asked.metadata or {}})
+        session.note({"metadata": body.metadata or {}})
         return ConversationAnswer.of(session)
 
     return await app_state.call(work)
@@ -121,7 +121,7 @@ async def list_items(
 
 @router.post("/{conversation_id}/items", responses=errors(404, 409, 507))
 async def add_items(
-    conversation_id: ConversationId, asked: ItemsRequest, app_state: AppStateDep, caller: CallerDep
+    conversation_id: ConversationId, body: ItemsRequest, app_state: AppStateDep, caller: CallerDep
 ) -> ItemList:
     """Have more said, which the next response answers."""
 
@@ -129,8 +129,8 @@ async def add_items(
         responses = Responses(app_state, caller.namespace)
         session = responses.conversation(conversation_id)
         before = session.turns
-        if said := responses.messages(asked.items):
-            session.append(said)
+        if messages := responses.messages(body.items):
+            session.append(messages)
         added = ConversationItems(session).after_turn(before)
         return ItemList.of(added, len(added))
 
@@ -207,8 +207,8 @@ class ConversationItems:
 
     def _of_turn(self, number: int) -> list[Item]:
         [turn] = self._session.history(limit=1, after=number - 1)
-        said = [*turn.messages, *([turn.reply] if turn.reply is not None else [])]
-        items = said_items(said, self._session.name)
+        messages = [*turn.messages, *([turn.reply] if turn.reply is not None else [])]
+        items = said_items(messages, self._session.name)
         for at, item in enumerate(items):
             item["id"] = conversation_item_id(item["id"].partition("_")[0], self._session.name, number, at)
         return items

@@ -40,23 +40,23 @@ class _Assistant:
         )
 
 
-def messages_of(items: Sequence[Any], decrypt: Decrypt, found: FindItems) -> list[Message]:
+def messages_of(items: Sequence[Any], decrypt: Decrypt, find_items: FindItems) -> list[Message]:
     """The messages that items make. Items that say nothing to this model are left out, never refused."""
     made: list[Message] = []
-    said = _Assistant()
+    assistant = _Assistant()
 
     def close() -> None:
-        nonlocal said
-        if (message := said.message()) is not None:
+        nonlocal assistant
+        if (message := assistant.message()) is not None:
             made.append(message)
-        said = _Assistant()
+        assistant = _Assistant()
 
-    for where, item in _resolved(items, found):
+    for where, item in _resolved(items, find_items):
         kind = item.get("type") or ("message" if "role" in item else "")
         if kind == "message" and item.get("role") == "assistant":
-            if said.calls:
+            if assistant.calls:
                 close()
-            said.texts.append(content_text(item.get("content"), f"{where}.content"))
+            assistant.texts.append(content_text(item.get("content"), f"{where}.content"))
         elif kind == "message":
             close()
             role = item.get("role")
@@ -64,17 +64,17 @@ def messages_of(items: Sequence[Any], decrypt: Decrypt, found: FindItems) -> lis
                 raise _invalid(f"{where}.role", f"one of {', '.join(_ROLES)}, got {role!r}")
             made.append(Message(role=role, content=content_text(item.get("content"), f"{where}.content")))
         elif kind == "reasoning":
-            if said.texts or said.calls:
+            if assistant.texts or assistant.calls:
                 close()
             if thought := _thought(item, decrypt):
-                said.reasoning.append(thought)
+                assistant.reasoning.append(thought)
         elif kind == "compaction":
             close()
             encrypted = item.get("encrypted_content")
             if isinstance(encrypted, str) and (summary := decrypt(encrypted)):
                 made.append(Message(role="system", content=summary))
         elif kind in ("function_call", "custom_tool_call"):
-            said.calls.append(_call(item, kind, where))
+            assistant.calls.append(_call(item, kind, where))
         elif kind in ("function_call_output", "custom_tool_call_output"):
             close()
             text = content_text(item.get("output"), f"{where}.output")
@@ -83,28 +83,28 @@ def messages_of(items: Sequence[Any], decrypt: Decrypt, found: FindItems) -> lis
     return made
 
 
-def _resolved(items: Sequence[Any], found: FindItems) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _resolved(items: Sequence[Any], find_items: FindItems) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Items with their places, those that are references replaced by what they name."""
     for at, item in enumerate(items):
         where = f"input.{at}"
         if not isinstance(item, Mapping):
             raise _invalid(where, "an item is an object")
         if item.get("type") == "item_reference" or (set(item) == {"id"}):
-            for each in found(_text(item, "id", where)):
+            for each in find_items(_text(item, "id", where)):
                 yield where, each
         else:
             yield where, item
 
 
-def content_text(given: Any, where: str) -> str:
+def content_text(content: Any, where: str) -> str:
     """The text of a message's content, or of what a tool gave."""
-    if given is None or isinstance(given, str):
-        return given or ""
-    if not isinstance(given, list):
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
         # What a tool gave may be any JSON.
-        return json.dumps(given, ensure_ascii=False)
+        return json.dumps(content, ensure_ascii=False)
     texts = []
-    for at, part in enumerate(given):
+    for at, part in enumerate(content):
         if isinstance(part, str):
             texts.append(part)
             continue
@@ -142,12 +142,10 @@ def _thought(item: Mapping[str, Any], decrypt: Decrypt) -> str:
 
 
 def _call(item: Mapping[str, Any], kind: str, where: str) -> ToolCall:
-    if kind == "custom_tool_call":
-        given = item.get("input")
-        arguments = json.dumps({"input": given if isinstance(given, str) else ""}, ensure_ascii=False)
-    else:
-        given = item.get("arguments")
-        arguments = given if isinstance(given, str) and given else "{}"
+    custom = kind == "custom_tool_call"
+    text = item.get("input" if custom else "arguments")
+    text = text if isinstance(text, str) else ""
+    arguments = json.dumps({"input": text}, ensure_ascii=False) if custom else text or "{}"
     return ToolCall(id=_text(item, "call_id", where), name=_text(item, "name", where), arguments=arguments)
 
 
@@ -169,12 +167,12 @@ class OutputForm:
 
     def items(self, message: Message, *, status: str = "completed", logprobs: Any = ()) -> list[Item]:
         """All of a reply, in the order in which a stream has them."""
-        found = []
+        items = []
         if message.reasoning:
-            found.append(self.reasoning(message.reasoning, status="completed"))
+            items.append(self.reasoning(message.reasoning, status="completed"))
         if message.content or not (message.reasoning or message.tool_calls):
-            found.append(self.message(message.content or "", status=status, logprobs=logprobs))
-        return found + [self.call(call, at) for at, call in enumerate(message.tool_calls)]
+            items.append(self.message(message.content or "", status=status, logprobs=logprobs))
+        return items + [self.call(call, at) for at, call in enumerate(message.tool_calls)]
 
     def reasoning(self, text: str | None, *, status: str) -> Item:
         item: Item = {
@@ -230,17 +228,17 @@ def custom_input(arguments: str) -> str:
         parsed = json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments
-    given = parsed.get("input") if isinstance(parsed, dict) else None
-    return given if isinstance(given, str) else arguments
+    text = parsed.get("input") if isinstance(parsed, dict) else None
+    return text if isinstance(text, str) else arguments
 
 
 def said_items(messages: Sequence[Message], owner: str) -> list[Item]:
     """Messages as items, with ids by their places."""
-    found: list[Item] = []
+    items: list[Item] = []
     for message in messages:
-        number = len(found)
+        number = len(items)
         if message.role == "tool":
-            found.append(
+            items.append(
                 {
                     "id": make_item_id("fco", owner, number, of_input=True),
                     "type": "function_call_output",
@@ -251,12 +249,12 @@ def said_items(messages: Sequence[Message], owner: str) -> list[Item]:
             )
             continue
         if message.role == "assistant":
-            items = OutputForm(owner).items(message)
-            for at, item in enumerate(items, number):
+            reply_items = OutputForm(owner).items(message)
+            for at, item in enumerate(reply_items, number):
                 item["id"] = make_item_id(item["id"].partition("_")[0], owner, at, of_input=True)
-            found += items
+            items += reply_items
             continue
-        found.append(
+        items.append(
             {
                 "id": make_item_id("msg", owner, number, of_input=True),
                 "type": "message",
@@ -265,14 +263,14 @@ def said_items(messages: Sequence[Message], owner: str) -> list[Item]:
                 "content": [{"type": "input_text", "text": message.content or ""}],
             }
         )
-    return found
+    return items
 
 
 def _text(item: Mapping[str, Any], name: str, where: str) -> str:
-    given = item.get(name)
-    if not isinstance(given, str) or not given:
+    text = item.get(name)
+    if not isinstance(text, str) or not text:
         raise _invalid(f"{where}.{name}", "a text is missing")
-    return given
+    return text
 
 
 def _invalid(where: str, problem: str) -> ApiError:
@@ -295,12 +293,12 @@ def new_conversation_id() -> str:
     return f"conv_{uuid.uuid4().hex}"
 
 
-def is_response_id(given: str) -> bool:
-    return _RESPONSE.fullmatch(given) is not None
+def is_response_id(response_id: str) -> bool:
+    return _RESPONSE.fullmatch(response_id) is not None
 
 
-def is_conversation_id(given: str) -> bool:
-    return _CONVERSATION.fullmatch(given) is not None
+def is_conversation_id(conversation_id: str) -> bool:
+    return _CONVERSATION.fullmatch(conversation_id) is not None
 
 
 def make_item_id(kind: str, owner: str, number: int | None = None, *, of_input: bool = False) -> str:
@@ -313,8 +311,8 @@ def make_item_id(kind: str, owner: str, number: int | None = None, *, of_input: 
 
 def owner_of(item_id: str) -> str | None:
     """The response that an item belongs to, by its id."""
-    found = _ITEM.fullmatch(item_id)
-    return f"resp_{found[2]}" if found else None
+    match = _ITEM.fullmatch(item_id)
+    return f"resp_{match[2]}" if match else None
 
 
 def conversation_item_id(kind: str, owner: str, turn: int, place: int) -> str:
@@ -324,5 +322,5 @@ def conversation_item_id(kind: str, owner: str, turn: int, place: int) -> str:
 
 def conversation_place(item_id: str, owner: str) -> tuple[int, int] | None:
     """The turn and the place that the id of an item names, if it is of this conversation."""
-    found = _PLACE.fullmatch(item_id)
-    return (int(found[2]), int(found[3])) if found and found[1] == owner.partition("_")[2] else None
+    match = _PLACE.fullmatch(item_id)
+    return (int(match[2]), int(match[3])) if match and match[1] == owner.partition("_")[2] else None

@@ -54,10 +54,10 @@ _ECHOED: tuple[tuple[str, Any], ...] = (
 """What a response says of its request, and what it says where that was left out."""
 
 
-def _few(given: Any) -> Any:
-    if isinstance(given, Mapping) and len(given) > 16:
-        raise ValueError(f"{len(given)} entries, 16 are allowed")
-    return given
+def _few(metadata: Any) -> Any:
+    if isinstance(metadata, Mapping) and len(metadata) > 16:
+        raise ValueError(f"{len(metadata)} entries, 16 are allowed")
+    return metadata
 
 
 ItemOrder = Literal["asc", "desc"]
@@ -127,8 +127,8 @@ class ResponseRequest(NamingFields, SamplingSchema, PromptRequest):
     @property
     def echo(self) -> dict[str, Any]:
         """What the response says of its request."""
-        given = self.model_dump(exclude_none=True)
-        shown: dict[str, Any] = {name: given.get(name, default) for name, default in _ECHOED}
+        fields = self.model_dump(exclude_none=True)
+        shown: dict[str, Any] = {name: fields.get(name, default) for name, default in _ECHOED}
         shown["service_tier"] = "flex" if self.service_tier == "flex" else "default"
         shown["conversation"] = {"id": self.conversation_id} if self.conversation_id else None
         text: dict[str, Any] = shown["text"]
@@ -145,7 +145,7 @@ class ToolSet:
     namespaces: Mapping[str, str]
 
 
-def tool_set(given: Sequence[Mapping[str, Any]]) -> ToolSet:
+def tool_set(tools: Sequence[Mapping[str, Any]]) -> ToolSet:
     """Functions and custom tools, in namespaces or not. Tools that OpenAI's servers run are left out."""
     functions: dict[str, dict[str, Any]] = {}
     custom: set[str] = set()
@@ -174,7 +174,7 @@ def tool_set(given: Sequence[Mapping[str, Any]]) -> ToolSet:
         if namespace is not None:
             namespaces[name] = namespace
 
-    for tool in given:
+    for tool in tools:
         if tool.get("type") in ("function", "custom"):
             add(tool, None)
         elif tool.get("type") == "namespace" and isinstance(tool.get("tools"), list):
@@ -193,9 +193,9 @@ def _custom_description(tool: Mapping[str, Any]) -> str:
 
 
 def output_form(
-    asked: PromptRequest, tools: ToolSet, response_id: str, app_state: AppState, namespace: str
+    body: PromptRequest, tools: ToolSet, response_id: str, app_state: AppState, namespace: str
 ) -> OutputForm:
-    reasoning = asked.reasoning
+    reasoning = body.reasoning
     summary = (reasoning.summary or reasoning.generate_summary) if reasoning is not None else None
     return OutputForm(
         response_id,
@@ -206,16 +206,16 @@ def output_form(
     )
 
 
-def prompt_options(asked: PromptRequest, tools: ToolSet) -> dict[str, Any]:
+def prompt_options(body: PromptRequest, tools: ToolSet) -> dict[str, Any]:
     """What is asked of the prompt and of the shape of the reply, in the runtime's words."""
     options: dict[str, Any] = {}
-    functions, choice = _chosen(tools.functions, asked.tool_choice)
+    functions, choice = _chosen(tools.functions, body.tool_choice)
     if functions:
         options["tools"] = functions
         options["tool_choice"] = choice
-    if asked.parallel_tool_calls is not None:
-        options["parallel_tool_calls"] = asked.parallel_tool_calls
-    form = asked.text.format if asked.text is not None else None
+    if body.parallel_tool_calls is not None:
+        options["parallel_tool_calls"] = body.parallel_tool_calls
+    form = body.text.format if body.text is not None else None
     if form is not None and form.get("type") == "json_schema":
         if not isinstance(form.get("schema"), dict):
             raise ApiError(
@@ -227,66 +227,66 @@ def prompt_options(asked: PromptRequest, tools: ToolSet) -> dict[str, Any]:
         options["schema"] = form["schema"]
     elif form is not None and form.get("type") == "json_object":
         options["schema"] = {"type": "object"}
-    if asked.reasoning is not None and asked.reasoning.effort is not None:
-        effort = asked.reasoning.effort
+    if body.reasoning is not None and body.reasoning.effort is not None:
+        effort = body.reasoning.effort
         options["variables"] = (
             {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
         )
-    if asked.truncation == "auto":
+    if body.truncation == "auto":
         options["overflow"] = "drop_oldest"
     return options
 
 
-def reply_options(asked: ResponseRequest, tools: ToolSet, app_state: AppState) -> dict[str, Any]:
+def reply_options(body: ResponseRequest, tools: ToolSet, app_state: AppState) -> dict[str, Any]:
     """What is asked of the reply, in the runtime's words."""
-    options = prompt_options(asked, tools)
-    options |= asked.sampling | tier_options(asked.service_tier)
-    extension = asked.perdure
+    options = prompt_options(body, tools)
+    options |= body.sampling | tier_options(body.service_tier)
+    extension = body.perdure
     if extension is not None:
         extended = extension.options
         options["variables"] = {**options.get("variables", {}), **extended.pop("variables", {})}
         options |= extended
-    if asked.max_output_tokens is not None:
-        options["max_tokens"], options["limit_to_context"] = asked.max_output_tokens, True
-    if asked.top_logprobs or "message.output_text.logprobs" in (asked.include or ()):
-        options["logprobs"] = asked.top_logprobs or 0
+    if body.max_output_tokens is not None:
+        options["max_tokens"], options["limit_to_context"] = body.max_output_tokens, True
+    if body.top_logprobs or "message.output_text.logprobs" in (body.include or ()):
+        options["logprobs"] = body.top_logprobs or 0
     options["timeout"] = app_state.seconds(extension.timeout if extension else None)
     return options
 
 
-def _chosen(functions: Sequence[dict[str, Any]], asked: Any) -> tuple[Sequence[dict[str, Any]], Any]:
+def _chosen(functions: Sequence[dict[str, Any]], choice: Any) -> tuple[Sequence[dict[str, Any]], Any]:
     """The tools that may be called, and whether one must be."""
-    if asked is None or isinstance(asked, str):
-        return functions, asked if asked in ("none", "auto", "required") else "auto"
-    kind, name = asked.get("type"), asked.get("name")
+    if choice is None or isinstance(choice, str):
+        return functions, choice if choice in ("none", "auto", "required") else "auto"
+    kind, name = choice.get("type"), choice.get("name")
     if kind in ("function", "custom") and isinstance(name, str):
         return functions, name
-    if kind == "allowed_tools" and isinstance(asked.get("tools"), list):
-        names = [tool.get("name") for tool in asked["tools"] if isinstance(tool, Mapping)]
-        return [each for each in functions if each["name"] in names], asked.get("mode", "auto")
+    if kind == "allowed_tools" and isinstance(choice.get("tools"), list):
+        names = [tool.get("name") for tool in choice["tools"] if isinstance(tool, Mapping)]
+        return [each for each in functions if each["name"] in names], choice.get("mode", "auto")
     # Of a tool that is not run here.
     return functions, "auto"
 
 
-def input_items(asked: PromptRequest) -> list[dict[str, Any]]:
-    if asked.input is None:
+def input_items(body: PromptRequest) -> list[dict[str, Any]]:
+    if body.input is None:
         return []
-    if isinstance(asked.input, str):
-        return [{"type": "message", "role": "user", "content": asked.input}]
-    return list(asked.input)
+    if isinstance(body.input, str):
+        return [{"type": "message", "role": "user", "content": body.input}]
+    return list(body.input)
 
 
-def preamble(asked: PromptRequest, decrypt: Decrypt, found: FindItems) -> list[Message]:
+def preamble(body: PromptRequest, decrypt: Decrypt, find_items: FindItems) -> list[Message]:
     """The instructions. They are of this response alone: another one that goes on from it has its own."""
-    given = asked.instructions
-    if given is None or given == "":
+    instructions = body.instructions
+    if instructions is None or instructions == "":
         return []
-    if isinstance(given, str):
-        return [Message(role="system", content=given)]
-    return messages_of(given, decrypt, found)
+    if isinstance(instructions, str):
+        return [Message(role="system", content=instructions)]
+    return messages_of(instructions, decrypt, find_items)
 
 
-def input_messages(asked: PromptRequest, decrypt: Decrypt, found: FindItems) -> list[Message]:
-    if isinstance(asked.input, str):
-        return [Message(role="user", content=content_text(asked.input, "input"))]
-    return messages_of(input_items(asked), decrypt, found)
+def input_messages(body: PromptRequest, decrypt: Decrypt, find_items: FindItems) -> list[Message]:
+    if isinstance(body.input, str):
+        return [Message(role="user", content=content_text(body.input, "input"))]
+    return messages_of(input_items(body), decrypt, find_items)

@@ -57,53 +57,53 @@ RunsDep = Annotated[Runs, Depends(_runs)]
 
 @router.post("/v1/responses", responses=streamed(404, 409, 507), response_model=ResponseAnswer)
 async def create(
-    asked: ResponseRequest, request: Request, app_state: AppStateDep, caller: CallerDep, runs: RunsDep
+    body: ResponseRequest, request: Request, app_state: AppStateDep, caller: CallerDep, runs: RunsDep
 ) -> Response:
     """A response. Unless `store` is false it is kept as a turn: to be read, continued, resumed by its id."""
-    refuse_fields(asked, strict=app_state.strict, refused={}, notes=caller.notes)
-    app_state = await app_state.serving(asked.model or "", caller.visit, sign=bool(asked.stream))
+    refuse_fields(body, strict=app_state.strict, refused={}, notes=caller.notes)
+    app_state = await app_state.serving(body.model or "", caller.visit, sign=bool(body.stream))
     responses = Responses(app_state, caller.namespace)
-    if asked.stores:
-        return await _stored(responses, asked, request, app_state, caller, runs)
-    if asked.background:
+    if body.stores:
+        return await _stored(responses, body, request, app_state, caller, runs)
+    if body.background:
         raise ApiError(
             400,
             "background: only with store, or nobody could ask for it",
             param="background",
             code="invalid_value",
         )
-    head = responses.unstored_head(asked)
+    head = responses.unstored_head(body)
     try:
-        job = await app_state.call(responses.submit_unstored, asked, caller)
+        job = await app_state.call(responses.submit_unstored, body, caller)
     except (PerdureError, ApiError) as error:
-        return _refused(error, head, asked, app_state)
-    return await _answered(job, head, asked, request, app_state, caller, ResponseWriter(head))
+        return _refused(error, head, body, app_state)
+    return await _answered(job, head, body, request, app_state, caller, ResponseWriter(head))
 
 
 async def _stored(
     responses: Responses,
-    asked: ResponseRequest,
+    body: ResponseRequest,
     request: Request,
     app_state: AppState,
     caller: Caller,
     runs: Runs,
 ) -> Response:
     notes: dict[str, Any] = {}
-    response, job = await app_state.call(responses.start, asked, notes)
+    response, job = await app_state.call(responses.start, body, notes)
     if isinstance(job, ApiError):
-        return _refused(job, response.head, asked, app_state)
-    if asked.background:
+        return _refused(job, response.head, body, app_state)
+    if body.background:
         run = await runs.start(caller, response, job, notes, app_state)
-        if asked.stream:
+        if body.stream:
             return followed(run, -1, app_state)
         return _json(await app_state.call(response.shown, "queued"))
     writer = ResponseWriter(response.head, notes=notes)
     runs.read(caller.namespace, response.head.id, job, writer)
     try:
-        answer = await _answered(job, response.head, asked, request, app_state, caller, writer)
-        return InterruptibleStream(answer, response, writer, app_state) if asked.stream else answer
+        answer = await _answered(job, response.head, body, request, app_state, caller, writer)
+        return InterruptibleStream(answer, response, writer, app_state) if body.stream else answer
     except BaseException:
-        if not asked.stream:
+        if not body.stream:
             # Nobody was told its id.
             job.cancel()
             await asyncio.shield(app_state.call(responses.delete, response.head.id))
@@ -113,7 +113,7 @@ async def _stored(
 async def _answered(
     job: TurnStream,
     head: ResponseHead,
-    asked: ResponseRequest,
+    body: ResponseRequest,
     request: Request,
     app_state: AppState,
     caller: Caller,
@@ -121,7 +121,7 @@ async def _answered(
     *,
     stream: bool | None = None,
 ) -> Response:
-    streams = asked.stream if stream is None else stream
+    streams = body.stream if stream is None else stream
     return await answer(
         job,
         request,
@@ -197,7 +197,7 @@ async def read(
     writer = ResponseWriter(response.head, after=starting_after, sent=response.sent, notes=notes)
     runs.read(caller.namespace, response_id, job, writer)
     answer = await _answered(
-        job, response.head, response.asked, request, app_state, caller, writer, stream=True
+        job, response.head, response.body, request, app_state, caller, writer, stream=True
     )
     return InterruptibleStream(answer, response, writer, app_state)
 
@@ -255,10 +255,10 @@ async def read_input_items(
 
 
 @router.post("/v1/responses/input_tokens", responses=errors(404, 409))
-async def input_tokens(asked: PromptRequest, app_state: AppStateDep, caller: CallerDep) -> InputTokensAnswer:
+async def input_tokens(body: PromptRequest, app_state: AppStateDep, caller: CallerDep) -> InputTokensAnswer:
     """The tokens of a prompt."""
-    app_state = await app_state.serving(asked.model or "", caller.visit)
-    count = await app_state.work(Responses(app_state, caller.namespace).count, asked)
+    app_state = await app_state.serving(body.model or "", caller.visit)
+    count = await app_state.work(Responses(app_state, caller.namespace).count, body)
     return InputTokensAnswer(input_tokens=count)
 
 
@@ -279,11 +279,11 @@ async def _stop(runs: Runs, namespace: str, response_id: str) -> None:
 
 
 def _refused(
-    error: PerdureError | ApiError, head: ResponseHead, asked: ResponseRequest, app_state: AppState
+    error: PerdureError | ApiError, head: ResponseHead, body: ResponseRequest, app_state: AppState
 ) -> Response:
     """A conversation that is too long is told within the stream: there clients know to make it shorter."""
     refused = to_api_error(error)
-    if not asked.stream or refused.code != _TOO_LONG:
+    if not body.stream or refused.code != _TOO_LONG:
         raise refused
     writer = ResponseWriter(head)
     return _recorded([*writer.start(), *writer.error(refused)], app_state)
@@ -296,8 +296,8 @@ def _replayed(response: StoredResponse, after: int, app_state: AppState) -> Resp
         return _recorded(writer.replay(turn), app_state)
     assert failure is not None
     error = failure["error"] or {"code": failure["status"], "message": "it was cancelled"}
-    told = ApiError(400, error["message"], code=error["code"])
-    return _recorded([*writer.start(), *writer.error(told)], app_state)
+    api_error = ApiError(400, error["message"], code=error["code"])
+    return _recorded([*writer.start(), *writer.error(api_error)], app_state)
 
 
 def _recorded(events: Iterable[Event], app_state: AppState) -> EventResponse:
@@ -336,14 +336,14 @@ class CompactionAnswer(ResponseSchema):
 
 @router.post("/v1/responses/compact", responses=errors(404, 409, 504), response_model=CompactionAnswer)
 async def compact(
-    asked: PromptRequest, request: Request, app_state: AppStateDep, caller: CallerDep
+    body: PromptRequest, request: Request, app_state: AppStateDep, caller: CallerDep
 ) -> CompactionAnswer | Response:
     """Have the model sum a conversation up, in several passes where it does not fit into the context at once.
     The summary is encrypted: only this server reads it again."""
-    app_state = await app_state.serving(asked.model or "", caller.visit)
+    app_state = await app_state.serving(body.model or "", caller.visit)
     responses = Responses(app_state, caller.namespace)
     ends = time.monotonic() + app_state.seconds(None)
-    passes, said = await app_state.call(responses.to_sum_up, asked)
+    passes, conversation = await app_state.call(responses.to_sum_up, body)
     used: list[Usage] = []
     while (part := passes.part) is not None:
         reply = await _summed_up(part, responses, request, app_state, caller, ends)
@@ -351,7 +351,7 @@ async def compact(
         await app_state.call(passes.add, reply.text.strip())
     response_id = new_response_id()
     summary = f"{HEADING}\n{passes.summary}"
-    await app_state.call(responses.read_ahead, asked, said, summary)
+    await app_state.call(responses.read_ahead, body, conversation, summary)
     item: Item = {
         "id": make_item_id("cmp", response_id),
         "type": "compaction",
@@ -360,7 +360,7 @@ async def compact(
     return CompactionAnswer(
         id=response_id,
         created_at=int(time.time()),
-        output=[*said_items([each for each in said if each.role == "user"], response_id), item],
+        output=[*said_items([each for each in conversation if each.role == "user"], response_id), item],
         usage=usage(
             sum(each.prompt_tokens for each in used),
             sum(each.cached_tokens for each in used),

@@ -74,7 +74,7 @@ class Responses:
     # Beginning.
 
     def start(
-        self, asked: ResponseRequest, notes: dict[str, Any]
+        self, body: ResponseRequest, notes: dict[str, Any]
     ) -> tuple[StoredResponse, TurnStream | ApiError]:
         """A new response, and the job that makes it; `notes` are those of its turn.
 
@@ -82,11 +82,11 @@ class Responses:
         within the stream that its prompt is too long, so that response stays as failed, and the error is
         returned.
         """
-        response = self._begin(asked)
+        response = self._begin(body)
         try:
             return response, self.submit(response, notes)
         except ContextOverflow as error:
-            if asked.stream:
+            if body.stream:
                 refused = to_api_error(error)
                 response.end("failed", error_detail(refused))
                 return response, refused
@@ -96,17 +96,17 @@ class Responses:
             self.delete(response.head.id)
             raise
 
-    def _begin(self, asked: ResponseRequest) -> StoredResponse:
+    def _begin(self, body: ResponseRequest) -> StoredResponse:
         """A new response, written down before anybody hears of it."""
-        before, turn = self._before(asked), self._fork_turn(asked)
+        before, turn = self._before(body), self._fork_turn(body)
         # Read once before anything is written: what is wrong with it is said now.
-        self._read(asked)
+        self._read(body)
         response_id = new_response_id()
         defaults = self._app_state.defaults
-        seed = {**defaults.sampling, **asked.sampling}.get("seed")
+        seed = {**defaults.sampling, **body.sampling}.get("seed")
         about = {
             "how": _RESPONSE,
-            "request": asked.model_dump(mode="json", exclude_none=True, by_alias=True),
+            "request": body.model_dump(mode="json", exclude_none=True, by_alias=True),
             "seed": seed if seed is not None else draw_seed(),
             # Those of now: the settings may change before the reply is made again.
             "defaults": defaults.to_json(),
@@ -121,36 +121,38 @@ class Responses:
         self._sessions.expire_responses(self._app_state.limits.response_seconds)
         return self._opened(session)
 
-    def unstored_head(self, asked: ResponseRequest) -> ResponseHead:
+    def unstored_head(self, body: ResponseRequest) -> ResponseHead:
         """Of a response that leaves nothing behind."""
-        return self._head(new_response_id(), asked, int(time.time()), self._app_state.name)
+        return self._head(new_response_id(), body, int(time.time()), self._app_state.name)
 
-    def submit_unstored(self, asked: ResponseRequest, caller: Caller) -> TurnStream:
+    def submit_unstored(self, body: ResponseRequest, caller: Caller) -> TurnStream:
         """Have a reply made that leaves no response behind. It is a turn of its client's conversation, where
         the client names one."""
-        before = self._before(asked)
-        instructions, said = self._read(asked)
-        options = self._app_state.defaults.fill(self._options(asked, said))
+        before = self._before(body)
+        instructions, new_messages = self._read(body)
+        options = self._app_state.defaults.fill(self._options(body, new_messages))
         if before is None:
-            messages = [*instructions, *said]
-            return ReplyRequest(messages=messages, options=options).submit(self._app_state, caller, asked)
-        return before.submit_unkept(said, preamble=instructions, turn=self._fork_turn(asked), **options)
+            messages = [*instructions, *new_messages]
+            return ReplyRequest(messages=messages, options=options).submit(self._app_state, caller, body)
+        return before.submit_unkept(
+            new_messages, preamble=instructions, turn=self._fork_turn(body), **options
+        )
 
-    def count(self, asked: PromptRequest) -> int:
+    def count(self, body: PromptRequest) -> int:
         """The tokens of a prompt."""
-        before = self._before(asked)
-        instructions, said = self._read(asked)
+        before = self._before(body)
+        instructions, new_messages = self._read(body)
         history = before.messages() if before is not None else []
-        options = prompt_options(asked, tool_set(asked.tools or ()))
-        messages = [*instructions, *history, *said]
+        options = prompt_options(body, tool_set(body.tools or ()))
+        messages = [*instructions, *history, *new_messages]
         return self._app_state.runtime.count_chat(messages, namespace=self._namespace, **options)
 
-    def to_sum_up(self, asked: PromptRequest) -> tuple[SummaryPasses, list[Message]]:
+    def to_sum_up(self, body: PromptRequest) -> tuple[SummaryPasses, list[Message]]:
         """All that was said, in the parts in which it is summed up; and as it was said."""
-        before = self._before(asked)
-        instructions, said = self._read(asked)
-        said = [*(before.messages() if before is not None else ()), *said]
-        if not said:
+        before = self._before(body)
+        instructions, new_messages = self._read(body)
+        conversation = [*(before.messages() if before is not None else ()), *new_messages]
+        if not conversation:
             raise ApiError(400, "input: there is nothing to sum up", param="input", code="invalid_value")
         request = Message(role="user", content=SUMMARY_REQUEST)
         chat_format = self._app_state.runtime.chat_format
@@ -160,8 +162,8 @@ class Responses:
             return chat_format.fits([*part, request], namespace=self._namespace, **options)
 
         # The instructions are part of what is kept of the conversation's beginning.
-        whole = [*instructions, *said]
-        return SummaryPasses(whole if fits(whole) else said, fits), said
+        whole = [*instructions, *conversation]
+        return SummaryPasses(whole if fits(whole) else conversation, fits), conversation
 
     def submit_summary(
         self, part: Sequence[Message], words: str, *, temperature: float, timeout: float
@@ -175,17 +177,17 @@ class Responses:
             timeout=timeout,
         )
 
-    def read_ahead(self, asked: PromptRequest, said: Sequence[Message], summary: str) -> None:
+    def read_ahead(self, body: PromptRequest, conversation: Sequence[Message], summary: str) -> None:
         """Have what goes on from a compaction read while the engine is idle: what the user said and the
         summary, behind the instructions that the request has."""
-        options = self._app_state.defaults.fill(prompt_options(asked, tool_set(asked.tools or ())))
+        options = self._app_state.defaults.fill(prompt_options(body, tool_set(body.tools or ())))
         if not options["settle"]:
             return
         chat_options, _ = ChatOptions.split(options)
         chat_format = self._app_state.runtime.chat_format
         messages: Sequence[Message] = [
-            *preamble(asked, self._decrypt, self.found_items),
-            *(each for each in said if each.role == "user"),
+            *preamble(body, self._decrypt, self.find_items),
+            *(each for each in conversation if each.role == "user"),
             Message(role="system", content=summary),
         ]
         if options["stable_prefix"]:
@@ -200,16 +202,16 @@ class Responses:
     def get(self, response_id: str) -> StoredResponse:
         return self._opened(self._find(response_id, "response"))
 
-    def new_conversation(self, metadata: Mapping[str, str], said: Sequence[Message]) -> Session:
+    def new_conversation(self, metadata: Mapping[str, str], messages: Sequence[Message]) -> Session:
         about = {"how": CONVERSATION, "metadata": dict(metadata), "created": int(time.time())}
         return self._sessions.respond(
-            new_conversation_id(), about, kind=CONVERSATION, namespace=self._namespace, said=said
+            new_conversation_id(), about, kind=CONVERSATION, namespace=self._namespace, said=messages
         )
 
     def messages(self, items: Sequence[Item]) -> list[Message]:
         """The messages that items make."""
         self.references = self._named_bytes = 0
-        return messages_of(items, self._decrypt, self.found_items)
+        return messages_of(items, self._decrypt, self.find_items)
 
     def delete(self, name: str) -> None:
         self._sessions.delete(name, self._namespace)
@@ -234,10 +236,10 @@ class Responses:
             raise _missing(what, name)
         return session
 
-    def _before(self, asked: PromptRequest) -> Session | None:
+    def _before(self, body: PromptRequest) -> Session | None:
         """The session that a request goes on from."""
-        previous, conversation = asked.previous_response_id, asked.conversation
-        extension = asked.perdure if isinstance(asked, ResponseRequest) else None
+        previous, conversation = body.previous_response_id, body.conversation
+        extension = body.perdure if isinstance(body, ResponseRequest) else None
         if extension is not None and extension.place is not None:
             name = "session" if extension.session is not None else "fork_from"
             if name == "session" or previous is not None or conversation is not None:
@@ -261,8 +263,8 @@ class Responses:
             return self.conversation(conversation if isinstance(conversation, str) else conversation.id)
         if previous is None:
             return None
-        found = self.get(self._checked(previous))
-        if found.turn is None:
+        response = self.get(self._checked(previous))
+        if response.turn is None:
             raise ApiError(
                 409,
                 f"previous_response_id: {previous!r} is not finished; read it to its end first, by "
@@ -270,11 +272,11 @@ class Responses:
                 param="previous_response_id",
                 code="response_not_finished",
             )
-        return found.session
+        return response.session
 
-    def _fork_turn(self, asked: ResponseRequest) -> int | None:
+    def _fork_turn(self, body: ResponseRequest) -> int | None:
         """After which turn of the session before it a response begins; None: where that one stands."""
-        return asked.perdure.fork_turn if asked.perdure is not None else None
+        return body.perdure.fork_turn if body.perdure is not None else None
 
     def _checked(self, previous: str) -> str:
         try:
@@ -288,7 +290,7 @@ class Responses:
             ) from None
         return previous
 
-    def found_items(self, item_id: str) -> list[Item]:
+    def find_items(self, item_id: str) -> list[Item]:
         """What an item's id stands for. All that a request names together is no larger than a body may be."""
         owner = owner_of(item_id)
         self.references += 1
@@ -329,52 +331,52 @@ class Responses:
         except ApiError:
             return None
 
-    def _read(self, asked: PromptRequest) -> tuple[list[Message], list[Message]]:
+    def _read(self, body: PromptRequest) -> tuple[list[Message], list[Message]]:
         """The instructions and the input of a request, as messages."""
         self.references = self._named_bytes = 0
-        said = input_messages(asked, self._decrypt, self.found_items)
-        self._app_state.check_message_count(len(said))
-        return preamble(asked, self._decrypt, self.found_items), said
+        new_messages = input_messages(body, self._decrypt, self.find_items)
+        self._app_state.check_message_count(len(new_messages))
+        return preamble(body, self._decrypt, self.find_items), new_messages
 
-    def _options(self, asked: ResponseRequest, said: Sequence[Message]) -> dict[str, Any]:
+    def _options(self, body: ResponseRequest, new_messages: Sequence[Message]) -> dict[str, Any]:
         """What is asked of the reply, and of what was said up to its cache marks."""
         options = {
-            **self._app_state.model_options(asked.model or ""),
-            **reply_options(asked, tool_set(asked.tools or ()), self._app_state),
+            **self._app_state.model_options(body.model or ""),
+            **reply_options(body, tool_set(body.tools or ()), self._app_state),
         }
-        items = input_items(asked)
+        items = input_items(body)
         marked = [
             at
             for at, item in enumerate(items)
             if has_breakpoint(item.get("content")) or has_breakpoint(item.get("output"))
         ]
         befores = [len(self.messages(items[: at + 1])) for at in marked[-MARKS:]]
-        key, wanted = asked.prompt_cache_key, asked.prompt_cache_options
-        if marks := cache_marks(befores, len(said), key=key, options=wanted):
+        key, cache_options = body.prompt_cache_key, body.prompt_cache_options
+        if marks := cache_marks(befores, len(new_messages), key=key, options=cache_options):
             options["cache_marks"] = marks
         return options
 
     def _decrypt(self, encrypted: str) -> str | None:
         return self._app_state.reasoning_cipher.decrypt(encrypted, self._namespace)
 
-    def _head(self, response_id: str, asked: ResponseRequest, created: int, model: str) -> ResponseHead:
-        tools = tool_set(asked.tools or ())
+    def _head(self, response_id: str, body: ResponseRequest, created: int, model: str) -> ResponseHead:
+        tools = tool_set(body.tools or ())
         return ResponseHead(
             id=response_id,
             created=created,
             model=model,
-            echo=asked.echo,
-            form=output_form(asked, tools, response_id, self._app_state, self._namespace),
-            stores=asked.stores,
-            with_logprobs=bool(asked.top_logprobs) or "message.output_text.logprobs" in (asked.include or ()),
+            echo=body.echo,
+            form=output_form(body, tools, response_id, self._app_state, self._namespace),
+            stores=body.stores,
+            with_logprobs=bool(body.top_logprobs) or "message.output_text.logprobs" in (body.include or ()),
             piece=lambda token: self._app_state.runtime.model.piece(token, special=True),
         )
 
     def _opened(self, session: Session) -> StoredResponse:
         about = session.origin
-        asked = ResponseRequest.model_validate(about["request"])
-        head = self._head(session.name, asked, int(about["created"]), str(about["model"]))
-        return StoredResponse(self, session, asked, head)
+        body = ResponseRequest.model_validate(about["request"])
+        head = self._head(session.name, body, int(about["created"]), str(about["model"]))
+        return StoredResponse(self, session, body, head)
 
     @property
     def is_exact(self) -> bool:
@@ -382,17 +384,17 @@ class Responses:
 
     def submit(self, response: StoredResponse, notes: dict[str, Any]) -> TurnStream:
         """Have the reply made, now or again: with the same seed it is the same one."""
-        asked, session = response.asked, response.session
-        instructions, said = self._read(asked)
+        body, session = response.body, response.session
+        instructions, new_messages = self._read(body)
         defaults = ReplyDefaults.from_json(session.origin.get("defaults", {}))
-        options = {**defaults.fill(self._options(asked, said)), "seed": session.origin["seed"]}
-        conversation = asked.conversation_id
+        options = {**defaults.fill(self._options(body, new_messages)), "seed": session.origin["seed"]}
+        conversation = body.conversation_id
         follower = self.conversation(conversation) if conversation is not None else None
         date = session.origin.get("date")
         extra = TurnExtra(
             preamble=instructions, notes=notes, follower=follower, date=date, call_ids=response.head.id
         )
-        return session.submit(said, extra=extra, **options)
+        return session.submit(new_messages, extra=extra, **options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,7 +403,7 @@ class StoredResponse:
 
     responses: Responses
     session: Session
-    asked: ResponseRequest
+    body: ResponseRequest
     head: ResponseHead
 
     @property
@@ -455,23 +457,23 @@ class StoredResponse:
 
     def input_items(self) -> list[Item]:
         """What was sent, with ids."""
-        found: list[Item] = []
-        for item in input_items(self.asked):
+        items: list[Item] = []
+        for item in input_items(self.body):
             if item.get("type") == "item_reference" and isinstance(item.get("id"), str):
-                found += self.responses.found_items(item["id"])
+                items += self.responses.find_items(item["id"])
                 continue
-            number = len(found)
-            given = item.get("content")
+            number = len(items)
+            content = item.get("content")
             shown = dict(item)
             if "role" in shown:
                 shown.setdefault("type", "message")
                 shown.setdefault("status", "completed")
                 kind = "output_text" if shown["role"] == "assistant" else "input_text"
-                shown["content"] = [{"type": kind, "text": given}] if isinstance(given, str) else given
+                shown["content"] = [{"type": kind, "text": content}] if isinstance(content, str) else content
             prefix = _PREFIXES.get(str(shown.get("type")), "item")
             shown["id"] = make_item_id(prefix, self.head.id, number, of_input=True)
-            found.append(shown)
-        return found
+            items.append(shown)
+        return items
 
 
 class _NamedItems:
@@ -511,10 +513,10 @@ _PREFIXES = {
 }
 
 
-def _missing(what: str, given: str) -> ApiError:
+def _missing(what: str, name: str) -> ApiError:
     return ApiError(
         404,
-        f"there is no {what} {given[:100]!r}",
+        f"there is no {what} {name[:100]!r}",
         kind="not_found_error",
         code=f"{what.replace(' ', '_')}_not_found",
     )

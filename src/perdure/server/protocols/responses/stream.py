@@ -252,12 +252,12 @@ class ResponseWriter:
 
     def _numbered(self, events: Sequence[Data]) -> Sequence[Event]:
         """Events with their numbers, as far as they are behind `after`."""
-        found = []
+        numbered = []
         for data in events:
             number, self._number = self._number, self._number + 1
             if number > self._after:
-                found.append(named_event({**data, "sequence_number": number}))
-        return found if self._before is None else self._checked(found)
+                numbered.append(named_event({**data, "sequence_number": number}))
+        return numbered if self._before is None else self._checked(numbered)
 
     def _checked(self, events: Events) -> Events:
         """Events of a response of which a part was sent before: none for a client that has of it, until the

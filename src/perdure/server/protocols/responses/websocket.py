@@ -140,8 +140,8 @@ class Connection:
             with self._app_state.in_flight.admit(self._app_state.limits.requests):
                 # In a thread: a long message takes long to read, and every client waits for the event loop.
                 in_thread = self._app_state.read if len(text) > LARGE else self._app_state.call
-                asked, generates = await in_thread(self._parsed, text)
-                await self._respond(asked, generates, len(text))
+                body, generates = await in_thread(self._parsed, text)
+                await self._respond(body, generates, len(text))
         except ValidationError as error:
             await self._refuse(validation(error.errors()))
         except (PerdureError, ApiError, UnicodeError) as error:
@@ -163,43 +163,43 @@ class Connection:
         fields = dict(inner) if isinstance(inner, dict) else dict(event)
         generates = fields.pop("generate", True) is not False
         fields.pop("type", None)
-        asked = ResponseRequest.model_validate({**fields, "stream": True})
-        self._app_state.check_model(asked.model or "")
-        return asked, generates
+        body = ResponseRequest.model_validate({**fields, "stream": True})
+        self._app_state.check_model(body.model or "")
+        return body, generates
 
-    async def _respond(self, asked: ResponseRequest, generates: bool, size: int) -> None:
+    async def _respond(self, body: ResponseRequest, generates: bool, size: int) -> None:
         """`size` is that of the message, in characters."""
         # Each response is counted by itself: a connection may last for an hour.
         caller = replace(self._caller, notes={}, visit=Visit())
         try:
-            app_state = await self._app_state.serving(asked.model or "", caller.visit)
-            await self._respond_with(app_state, caller, asked, generates, size)
+            app_state = await self._app_state.serving(body.model or "", caller.visit)
+            await self._respond_with(app_state, caller, body, generates, size)
         finally:
             await caller.visit.finish()
 
     async def _respond_with(
-        self, app_state: AppState, caller: Caller, asked: ResponseRequest, generates: bool, size: int
+        self, app_state: AppState, caller: Caller, body: ResponseRequest, generates: bool, size: int
     ) -> None:
         responses = Responses(app_state, self._caller.namespace)
-        items = input_items(asked)
-        previous = self._remembered.get(asked.previous_response_id)
+        items = input_items(body)
+        previous = self._remembered.get(body.previous_response_id)
         if previous is not None:
             size += previous.size
             if size > app_state.limits.body_bytes:
                 raise too_large(app_state.limits.body_bytes)
             items = [*previous.items, *items]
-            asked = asked.model_copy(update={"input": items, "previous_response_id": None})
+            body = body.model_copy(update={"input": items, "previous_response_id": None})
         if not generates:
-            asked = asked.model_copy(update={"store": False, "max_output_tokens": 1})
+            body = body.model_copy(update={"store": False, "max_output_tokens": 1})
         notes: dict[str, Any] = {}
         stored: StoredResponse | None = None
         stream: TurnStream | ApiError
-        if asked.stores:
-            response, stream = await app_state.call(responses.start, asked, notes)
+        if body.stores:
+            response, stream = await app_state.call(responses.start, body, notes)
             stored, head = response, response.head
         else:
-            head = await app_state.call(responses.unstored_head, asked)
-            stream = await app_state.call(responses.submit_unstored, asked, caller)
+            head = await app_state.call(responses.unstored_head, body)
+            stream = await app_state.call(responses.submit_unstored, body, caller)
         writer = (ResponseWriter if generates else WarmUpWriter)(head, notes=notes)
         if isinstance(stream, ApiError):
             await WebSocketSink(self._socket).close([*writer.start(), *writer.error(stream)])
@@ -210,7 +210,7 @@ class Connection:
         finally:
             if stored is not None and not writer.ended:
                 await asyncio.shield(app_state.call(stored.note_sent, writer.sent))
-        if follower.replies and not asked.stores:
+        if follower.replies and not body.stores:
             output = head.whole(follower.replies)["output"] if generates else []
             size += sum(len(to_json(item)) for item in output)
             self._remembered.add(
