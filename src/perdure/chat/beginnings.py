@@ -218,8 +218,8 @@ class Beginnings:
                 raise ValueError("it was not sealed by this key")
             stored = json.loads(data)
             if stored["version"] == _VERSION:
-                found = [Beginning.from_json(each) for each in stored["beginnings"]]
-                self._known = {each.key: each for each in found if len(each.tokens) >= WORTH}
+                beginnings = [Beginning.from_json(each) for each in stored["beginnings"]]
+                self._known = {each.key: each for each in beginnings if len(each.tokens) >= WORTH}
                 self._written = self._clock()
         except FileNotFoundError:
             return

@@ -153,9 +153,9 @@ class ChatFormat:
             messages, options, namespace=namespace, known=known, before=before, must_fit=must_fit
         )
 
-    def fits(self, messages: Sequence[Message], **asked: Unpack[ChatKeywords]) -> bool:
+    def fits(self, messages: Sequence[Message], **keywords: Unpack[ChatKeywords]) -> bool:
         """Whether messages fit into the context with the reply that these settings ask for."""
-        settings: dict[str, Any] = {**asked}
+        settings: dict[str, Any] = {**keywords}
         namespace = settings.pop("namespace", "")
         options, _ = ChatOptions.split(settings)
         try:
@@ -169,18 +169,18 @@ class ChatFormat:
         messages: Sequence[Message | Mapping[str, Any]],
         *,
         call_ids: str = "",
-        **asked: Unpack[ChatKeywords],
+        **keywords: Unpack[ChatKeywords],
     ) -> Stream[ChatDelta, ChatReply]:
         """A reply to messages. The keywords are those of `ChatOptions` and of `Request.of`; `call_ids` is as
         in `plan`."""
-        if asked.get("overflow") == "fold":
+        if keywords.get("overflow") == "fold":
             raise InvalidInputError("only a session can be folded: use rt.session(name), or drop_oldest")
-        return Stream(self._replies(messages, call_ids, asked), self._backend.submit)
+        return Stream(self._replies(messages, call_ids, keywords), self._backend.submit)
 
     def _replies(
-        self, messages: Sequence[Message | Mapping[str, Any]], call_ids: str, asked: Mapping[str, Any]
+        self, messages: Sequence[Message | Mapping[str, Any]], call_ids: str, keywords: Mapping[str, Any]
     ) -> StreamPlan[ChatDelta, ChatReply]:
-        exchanges = yield from self.plan(messages, call_ids=call_ids, **asked)
+        exchanges = yield from self.plan(messages, call_ids=call_ids, **keywords)
         return [exchange.reply for exchange in exchanges]
 
     def plan(
@@ -193,7 +193,7 @@ class ChatFormat:
         silent: bool = False,
         conversation: str = "",
         call_ids: str = "",
-        **asked: Unpack[TurnKeywords],
+        **keywords: Unpack[TurnKeywords],
     ) -> ExchangePlan:
         """The plan of a reply to messages, or of several: for a `Stream` on the backend of this format.
 
@@ -202,7 +202,7 @@ class ChatFormat:
         empty: by the messages that it has in common with earlier ones. What the ids of calls are made of is
         in `call_ids`; empty: they are drawn.
         """
-        options, settings = ChatOptions.split(asked)
+        options, settings = ChatOptions.split(keywords)
         return self._for(options)._plan(
             messages, options, settings, namespace, known, before, silent, conversation, call_ids
         )
@@ -307,9 +307,9 @@ class ChatFormat:
             and prompt.prefill is None
             and reply.finish_reason in ("stop", "tool_calls")
         ):
-            said, tools, _ = prompt.about
+            rendered, tools, _ = prompt.about
             self.settle_next(
-                (*said, exchanges[0].reply.whole),
+                (*rendered, exchanges[0].reply.whole),
                 replace(options, tools=tools),
                 namespace=namespace,
                 known=exchanges[0].transcript,
@@ -369,11 +369,11 @@ class ChatFormat:
     ) -> tuple[Prompt, int]:
         limit = self._backend.n_ctx - 1
 
-        def prompt(kept: Sequence[Message]) -> Prompt | ContextOverflow:
+        def prompt(remaining: Sequence[Message]) -> Prompt | ContextOverflow:
             """What surely does not fit is never tokenised, whichever turns are left out next."""
             try:
                 return self.prompt(
-                    kept, options, namespace=namespace, known=known, before=before, must_fit=True
+                    remaining, options, namespace=namespace, known=known, before=before, must_fit=True
                 )
             except ContextOverflow as error:
                 return error

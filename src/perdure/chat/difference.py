@@ -205,8 +205,8 @@ def first_difference(
         return None
     tokens = _tokens_at(cuts, shared)
     lost = max(0, _tokens_at(cuts, _history_end(messages, text)) - tokens)
-    found = _difference(past, messages, tools, variables, text, shared)
-    return replace(found, tokens=tokens, lost=lost)
+    difference = _difference(past, messages, tools, variables, text, shared)
+    return replace(difference, tokens=tokens, lost=lost)
 
 
 def shared_tokens(past: PastPrompt, text: str, cuts: Sequence[tuple[int, int]]) -> int:

@@ -33,16 +33,16 @@ class ToolCall:
     def parse(cls, value: object, where: str = "tool_call") -> ToolCall:
         if isinstance(value, cls):
             return value
-        given = _mapping(value, where)
-        kind = given.get("type", "function")
+        fields = _mapping(value, where)
+        kind = fields.get("type", "function")
         if kind != "function":
             raise InvalidInputError(f'{where}.type must be "function", got {kind!r}')
-        function = _mapping(given.get("function"), f"{where}.function")
+        function = _mapping(fields.get("function"), f"{where}.function")
         arguments = function.get("arguments", "{}")
         if isinstance(arguments, Mapping):
             arguments = _json(arguments, f"{where}.function.arguments")
         return cls(
-            id=_text(given.get("id", ""), f"{where}.id"),
+            id=_text(fields.get("id", ""), f"{where}.id"),
             name=_name(function.get("name"), f"{where}.function.name"),
             arguments=_text(arguments, f"{where}.function.arguments"),
         )
@@ -73,15 +73,15 @@ class Message:
             return value
         if (simple := _simple(value)) is not None:
             return simple
-        given = _mapping(value, where)
-        role = given.get("role")
+        fields = _mapping(value, where)
+        role = fields.get("role")
         if role not in ROLES:
             raise InvalidInputError(f"{where}.role must be one of {', '.join(ROLES)}, got {role!r}")
-        content = _content(given.get("content"), f"{where}.content")
-        reasoning, calls = None, given.get("tool_calls") or ()
+        content = _content(fields.get("content"), f"{where}.content")
+        reasoning, calls = None, fields.get("tool_calls") or ()
         for field_name in ("reasoning_content", "reasoning"):
-            if given.get(field_name) is not None:
-                reasoning = _text(given[field_name], f"{where}.{field_name}")
+            if fields.get(field_name) is not None:
+                reasoning = _text(fields[field_name], f"{where}.{field_name}")
                 break
         if isinstance(calls, (str, Mapping)) or not isinstance(calls, Iterable):
             raise InvalidInputError(f"{where}.tool_calls must be a list, got {type(calls).__name__}")
@@ -98,8 +98,8 @@ class Message:
             content=content,
             reasoning=reasoning,
             tool_calls=parsed,
-            tool_call_id=_optional(given.get("tool_call_id"), f"{where}.tool_call_id"),
-            name=_optional(given.get("name"), f"{where}.name"),
+            tool_call_id=_optional(fields.get("tool_call_id"), f"{where}.tool_call_id"),
+            name=_optional(fields.get("name"), f"{where}.name"),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -129,13 +129,13 @@ class Tool:
         """A tool out of a Tool or a mapping in OpenAI's shape, with or without its envelope."""
         if isinstance(value, cls):
             return value
-        given = _mapping(value, where)
-        if "function" in given or "type" in given:
-            if given.get("type", "function") != "function":
-                raise InvalidInputError(f'{where}.type must be "function", got {given["type"]!r}')
+        fields = _mapping(value, where)
+        if "function" in fields or "type" in fields:
+            if fields.get("type", "function") != "function":
+                raise InvalidInputError(f'{where}.type must be "function", got {fields["type"]!r}')
             where = f"{where}.function"
-            given = _mapping(given.get("function"), where)
-        parameters = given.get("parameters")
+            fields = _mapping(fields.get("function"), where)
+        parameters = fields.get("parameters")
         if parameters is None:
             parameters = {"type": "object", "properties": {}}
         schema = json.loads(_json(_mapping(parameters, f"{where}.parameters"), f"{where}.parameters"))
@@ -144,8 +144,8 @@ class Tool:
                 f"{where}.parameters must be the schema of an object, got type {schema['type']!r}"
             )
         return cls(
-            name=_name(given.get("name"), f"{where}.name"),
-            description=_optional(given.get("description"), f"{where}.description") or "",
+            name=_name(fields.get("name"), f"{where}.name"),
+            description=_optional(fields.get("description"), f"{where}.description") or "",
             parameters=schema,
         )
 
@@ -161,13 +161,13 @@ def parse_messages(values: Iterable[object]) -> tuple[Message, ...]:
             'messages must be a list such as [{"role": "user", "content": "Hi"}], '
             f"got {type(values).__name__}"
         )
-    given = tuple(values)
-    if not given:
+    messages = tuple(values)
+    if not messages:
         raise InvalidInputError("messages must not be empty: give at least one")
-    if set(map(type, given)) == {Message}:
-        return cast("tuple[Message, ...]", given)
+    if set(map(type, messages)) == {Message}:
+        return cast("tuple[Message, ...]", messages)
     return tuple(
-        _simple(value) or Message.parse(value, f"messages[{index}]") for index, value in enumerate(given)
+        _simple(value) or Message.parse(value, f"messages[{index}]") for index, value in enumerate(messages)
     )
 
 
@@ -193,13 +193,13 @@ def _content(value: object, where: str) -> str | None:
         raise InvalidInputError(f"{where} must be text, got {type(value).__name__}")
     texts = []
     for index, part in enumerate(value):
-        given = _mapping(part, f"{where}[{index}]")
-        kind = given.get("type")
+        fields = _mapping(part, f"{where}[{index}]")
+        kind = fields.get("type")
         if kind != "text":
             raise InvalidInputError(
                 f'{where}[{index}].type must be "text", got {kind!r}: images, audio and files cannot be read'
             )
-        texts.append(_text(given.get("text"), f"{where}[{index}].text"))
+        texts.append(_text(fields.get("text"), f"{where}[{index}].text"))
     return "".join(texts)
 
 

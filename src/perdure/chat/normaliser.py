@@ -79,14 +79,14 @@ class MessageNormaliser:
         if not tools and keep_reasoning is None and _is_plain(messages, shown, settled):
             return Normalised(tuple(messages), (), {}, ())
         work = _Normalising(shown, self._writer, self._guard)
-        said = work.leading(messages)
-        said = work.with_calls(said)
-        said = work.with_tools(said, tools)
-        said = work.joined(said)
-        given, variables = given_tools(shown.tools, work.described(tools), now)
+        normalised = work.leading(messages)
+        normalised = work.with_calls(normalised)
+        normalised = work.with_tools(normalised, tools)
+        normalised = work.joined(normalised)
+        template_tools, variables = given_tools(shown.tools, work.described(tools), now)
         if keep_reasoning is not None:
-            variables |= work.keep_reasoning(said, keep_reasoning)
-        return Normalised(tuple(said), given, variables, tuple(work.notes))
+            variables |= work.keep_reasoning(normalised, keep_reasoning)
+        return Normalised(tuple(normalised), template_tools, variables, tuple(work.notes))
 
 
 @dataclass(slots=True)
@@ -155,32 +155,32 @@ class _Normalising:
     # Calls and their results.
 
     def with_calls(self, messages: Iterable[Message]) -> list[Message]:
-        found: list[Message] = []
+        written: list[Message] = []
         for message in self._one_at_a_time(list(messages)):
             if message.tool_calls:
                 self.names |= {call.id: call.name for call in message.tool_calls}
-                found += self._called(message)
+                written += self._called(message)
             elif message.role == "tool" and not self.shown.results:
                 self.note("results of tools: written as messages of the user")
                 name = message.name or self.names.get(message.tool_call_id or "", "") or "the call"
                 text = f"Result of {name}:\n{message.content or ''}"
-                found.append(Message(role="user", content=text))
+                written.append(Message(role="user", content=text))
             elif message.reasoning and self.shown.reasoning == "part":
-                found.append(self._form(message))
+                written.append(self._form(message))
             else:
-                found.append(message)
-        return found
+                written.append(message)
+        return written
 
     def _one_at_a_time(self, messages: list[Message]) -> list[Message]:
         """Calls that were made together, each with its result, where only one is shown."""
         if not self.shown.calls or self.shown.two_calls:
             return messages
-        found: list[Message] = []
+        separated: list[Message] = []
         at = 0
         while at < len(messages):
             message, at = messages[at], at + 1
             if len(message.tool_calls) < 2:
-                found.append(message)
+                separated.append(message)
                 continue
             self.note("calls made together: written one after the other")
             end = at
@@ -189,12 +189,12 @@ class _Normalising:
             results, at = messages[at:end], end
             for index, call in enumerate(message.tool_calls):
                 first = message if not index else Message(role="assistant")
-                found.append(replace(first, tool_calls=(call,)))
+                separated.append(replace(first, tool_calls=(call,)))
                 mine = [each for each in results if each.tool_call_id == call.id]
-                found += mine
+                separated += mine
                 results = [each for each in results if each not in mine]
-            found += results
-        return found
+            separated += results
+        return separated
 
     def _called(self, message: Message) -> list[Message]:
         """A message with calls, and what must stand before it."""
@@ -298,18 +298,18 @@ class _Normalising:
             )
             if not repeats
         }
-        found: list[Message] = []
+        merged: list[Message] = []
         for message in messages:
-            last = found[-1] if found else None
+            last = merged[-1] if merged else None
             if last is None or last.role != message.role or last.role not in joins:
-                found.append(message)
+                merged.append(message)
                 continue
             if not _can_join(last, message):
-                found.append(message)
+                merged.append(message)
                 continue
             self.note(f"messages of the {last.role} in a row: written as one")
             form = _normalised(message)
-            found[-1] = _normalised(
+            merged[-1] = _normalised(
                 last,
                 content="\n\n".join(each.content for each in (last, message) if each.content),
                 reasoning="\n\n".join(each.reasoning for each in (last, message) if each.reasoning) or None,
@@ -319,7 +319,7 @@ class _Normalising:
                 null_content=form.null_content,
                 thinking_part=form.thinking_part,
             )
-        return found
+        return merged
 
     # Reasoning.
 

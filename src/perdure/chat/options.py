@@ -81,8 +81,8 @@ class ChatOptions:
     @property
     def opens_reply(self) -> bool:
         """Whether the prompt ends with what opens a reply."""
-        asked = self.add_generation_prompt
-        return not self.continue_final_message if asked is None else asked
+        opens = self.add_generation_prompt
+        return not self.continue_final_message if opens is None else opens
 
     @property
     def now(self) -> datetime | None:

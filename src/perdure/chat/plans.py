@@ -93,11 +93,11 @@ class ContextWindow:
     def shifted(self, request: Request, reader: ReplyReader) -> Request:
         """The request that goes on from the reply to `request` so far, without the oldest tokens."""
         whole = [*request.prompt, *reader.tokens]
-        kept = [*whole[: self.head], *whole[max(self.head, len(whole) - self.room) :]]
-        reader.shifted += len(whole) - len(kept)
+        remaining = [*whole[: self.head], *whole[max(self.head, len(whole) - self.room) :]]
+        reader.shifted += len(whole) - len(remaining)
         again = replace(
             request,
-            prompt=kept,
+            prompt=remaining,
             checkpoint_at=(),
             pins=(),
             prompt_logprobs=None,

@@ -175,7 +175,7 @@ class PromptBuilder:
         return self._volatile.settle(messages, namespace)[0]
 
     def remember(
-        self, prompt: Prompt, whole: Transcript, asked: Sequence[Message], reply: Message, namespace: str
+        self, prompt: Prompt, whole: Transcript, history: Sequence[Message], reply: Message, namespace: str
     ) -> None:
         """Remember a prompt with the reply to it, for prompts that go on from both."""
         self._transcript_cache.store(whole, namespace)
@@ -183,7 +183,7 @@ class PromptBuilder:
         past = PastPrompt((*messages, reply), tools, variables, whole.text, prompt.conversation)
         goes_on = prompt.past is not None and prompt.difference is None
         self._past.store(past, namespace, prompt.past if goes_on else None)
-        self._reasoning_cache.store(asked, reply, namespace)
+        self._reasoning_cache.store(history, reply, namespace)
 
     def beginning(
         self,
@@ -256,10 +256,10 @@ class PromptBuilder:
         base = self._tokenizer.shared_prefix(text, known) if known is not None else None
         if base is None or base is not known:
             # What goes on from all of `known` needs no other.
-            found = [
+            bases = [
                 each for each in (base, self._transcript_cache.lookup(text, namespace)) if each is not None
             ]
-            base = max(found, key=lambda each: len(each.text), default=None)
+            base = max(bases, key=lambda each: len(each.text), default=None)
         new = text[len(base.text) :] if base is not None else text
         return base if base is not None and not new else self._tokenizer.encode(new, base)
 
@@ -322,14 +322,14 @@ class PromptBuilder:
             called = Message(role="assistant", reasoning=thought, tool_calls=(call,))
             result = Message(role="tool", content="z", tool_call_id=call.id, name=call.name)
             nexts.append((called, result))
-        found = set()
+        departures = set()
         for more in nexts:
             with suppress(PerdureError):
                 later, _ = self._rendered(self._normalised((*messages, *more), options), options, rendering)
                 shared = shared_length(later, prompt.text)
                 if shared < len(prompt.text):
-                    found.update([tokens for chars, tokens in prompt.cuts if chars <= shared][-1:])
-        return tuple(sorted(found))
+                    departures.update([tokens for chars, tokens in prompt.cuts if chars <= shared][-1:])
+        return tuple(sorted(departures))
 
 
 def _once(guard: Callable[[str], str]) -> Callable[[str], str]:
@@ -351,11 +351,11 @@ class ReasoningCache:
         self._held: OrderedDict[_Key, str] = OrderedDict()
         self._chars = 0
 
-    def store(self, asked: Sequence[Message], reply: Message, namespace: str) -> None:
-        """Remember the reasoning of a reply to `asked`."""
+    def store(self, messages: Sequence[Message], reply: Message, namespace: str) -> None:
+        """Remember the reasoning of a reply to `messages`."""
         if not reply.reasoning or not reply.tool_calls:
             return
-        key = _key(asked[-1] if asked else None, reply, namespace)
+        key = _key(messages[-1] if messages else None, reply, namespace)
         size = _size(key, reply.reasoning)
         if size > self._limit:
             return
@@ -371,7 +371,7 @@ class ReasoningCache:
         """The messages, with the reasoning of calls that came without it."""
         if not self._held:
             return tuple(messages)
-        found = []
+        restored = []
         for index, message in enumerate(messages):
             if message.tool_calls and message.reasoning is None:
                 key = _key(messages[index - 1] if index else None, message, namespace)
@@ -381,8 +381,8 @@ class ReasoningCache:
                         self._held.move_to_end(key)
                 if reasoning is not None:
                     message = replace(message, reasoning=reasoning)
-            found.append(message)
-        return tuple(found)
+            restored.append(message)
+        return tuple(restored)
 
 
 def _key(before: Message | None, reply: Message, namespace: str) -> _Key:
@@ -391,8 +391,8 @@ def _key(before: Message | None, reply: Message, namespace: str) -> _Key:
     ids = tuple(call.id for call in reply.tool_calls)
     if all(_OURS.fullmatch(each) for each in ids):
         return (namespace, *ids)
-    said = "" if before is None else f"{before.role} {before.tool_call_id or ''} {before.content or ''}"
-    return (namespace, *ids, *(call.name for call in reply.tool_calls), said)
+    context = "" if before is None else f"{before.role} {before.tool_call_id or ''} {before.content or ''}"
+    return (namespace, *ids, *(call.name for call in reply.tool_calls), context)
 
 
 def _size(key: _Key, reasoning: str) -> int:

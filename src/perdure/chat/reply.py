@@ -253,10 +253,10 @@ class ReplyReader:
         self.emitted = len(self.tokens)
         # They were not drawn: nothing else could have come.
         certain = tuple(TokenLogprob(token, 0.0) for token in tokens) if reply.logprobs is not None else ()
-        said, reasoning, calls = self._take(self._parser.push(text))
+        visible, reasoning, calls = self._take(self._parser.push(text))
         self._unshown.append(
             ChatDelta(
-                text=said,
+                text=visible,
                 reasoning="" if self._hides else reasoning,
                 tool_calls=calls,
                 tokens=tuple(tokens),

@@ -48,8 +48,8 @@ class _computed_once(Generic[T]):  # noqa: N801 (used as a decorator)
         if owner is None:
             return self  # type: ignore[return-value]
         # What it gives is found in the object before this from then on. Two threads give the same.
-        found = owner.__dict__[self._name] = self._compute(owner)
-        return found
+        value = owner.__dict__[self._name] = self._compute(owner)
+        return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +102,12 @@ class ChatTokenizer:
     @_computed_once
     def marks(self) -> dict[int, str]:
         """The control tokens, and the user-defined ones that mean something in this chat format."""
-        found = dict(self.control)
-        for text in sorted(self._candidates - set(found.values())):
+        marks = dict(self.control)
+        for text in sorted(self._candidates - set(marks.values())):
             tokens = self._model.tokenize(text, bos=False)
             if len(text) > 1 and len(tokens) == 1 and self._model.piece(tokens[0]) == text.encode():
-                found[tokens[0]] = text
-        return found
+                marks[tokens[0]] = text
+        return marks
 
     @_computed_once
     def _texts(self) -> list[str]:
@@ -207,8 +207,8 @@ class ChatTokenizer:
         cuts, at = [], 0
         for count, token in enumerate(tokens, 1):
             mark = self.marks.get(token)
-            if mark is not None and (found := text.find(mark, at)) >= 0:
-                at = found + len(mark)
+            if mark is not None and (start := text.find(mark, at)) >= 0:
+                at = start + len(mark)
                 cuts.append((at, count))
         return before + Transcript(text, array("i", tokens), _with_end(cuts, len(text), len(tokens)))
 
@@ -288,10 +288,10 @@ class TranscriptCache:
             for key in near:
                 self._held.move_to_end(key)
             known = [self._held[key] for key in near]
-        found = [
+        prefixes = [
             each for each in (self._tokenizer.shared_prefix(text, one) for one in known) if each is not None
         ]
-        return max(found, key=lambda each: len(each.text), default=None)
+        return max(prefixes, key=lambda each: len(each.text), default=None)
 
     def store(self, transcript: Transcript, namespace: str) -> None:
         """Remember a transcript, in the place of those that it goes on from."""

@@ -47,14 +47,14 @@ class Rule:
 
 def _lines(pattern: str) -> Callable[[str], _Spans]:
     compiled = re.compile(rf"^[ \t]*(?:[-*] )?(?:{pattern})[^\n]{{0,200}}(?:\n|\Z)", re.MULTILINE)
-    return lambda text: [found.span() for found in compiled.finditer(text)]
+    return lambda text: [match.span() for match in compiled.finditer(text)]
 
 
 def _tagged(name: str) -> Callable[[str], _Spans]:
     opening, closing = f"<{name}>", f"</{name}>"
 
     def find(text: str) -> _Spans:
-        found: _Spans = []
+        spans: _Spans = []
         at = text.find(opening)
         while at >= 0:
             end = text.find(closing, at, at + _LONGEST)
@@ -63,9 +63,9 @@ def _tagged(name: str) -> Callable[[str], _Spans]:
                 continue
             end += len(closing)
             end += text.startswith("\n", end)
-            found.append((at, end))
+            spans.append((at, end))
             at = text.find(opening, end)
-        return found
+        return spans
 
     return find
 
@@ -173,14 +173,14 @@ class VolatileText:
         head = next((at for at, each in enumerate(messages) if each.role not in _LEADING), len(messages))
         key = hashlib.sha256(namespace.encode()).digest()
         notes: dict[str, None] = {}
-        found: list[Message] = []
+        settled: list[Message] = []
         values: dict[str, str] = {}
         for message in messages[:head]:
             stable, parts = _split(message.content or "", _IN_SYSTEM)
             if not parts or not stable.strip():
-                found.append(message)
+                settled.append(message)
             else:
-                found.append(replace(message, content=stable))
+                settled.append(replace(message, content=stable))
                 for rule, text in parts:
                     values[rule.name] = f"{values[rule.name]}\n{text}" if rule.name in values else text
             key = _next_key(key, message, stable)
@@ -190,7 +190,7 @@ class VolatileText:
         if not entries:
             return tuple(messages), ()
         answered = max((at for at, (each, _) in enumerate(entries) if each.role == "assistant"), default=-1)
-        told: dict[str, str] = {}
+        announced: dict[str, str] = {}
         for at, (message, behind) in enumerate(entries):
             stable = message.content or ""
             if message.role in ("user", "tool"):
@@ -203,18 +203,18 @@ class VolatileText:
                     notes[f"kept as it was read: {name}"] = None
             read = read or sent
             if at == len(entries) - 1:
-                new = [text for name, text in values.items() if told.get(name) != text]
+                new = [text for name, text in values.items() if announced.get(name) != text]
                 read = replace(read, behind=(*read.behind, *new))
-            found.append(
+            settled.append(
                 message if read.content == message.content else replace(message, content=read.content)
             )
             if read.behind:
-                found.append(Message(role="system", content="\n".join(read.behind)))
+                settled.append(Message(role="system", content="\n".join(read.behind)))
                 for each in read.behind:
-                    told |= {rule.name: text for rule, text in _split(each, _IN_SYSTEM)[1]}
+                    announced |= {rule.name: text for rule, text in _split(each, _IN_SYSTEM)[1]}
             if message.role != "assistant" and (read.behind or stable != (message.content or "")):
                 self._store(key, read)
-        return tuple(found), tuple(notes)
+        return tuple(settled), tuple(notes)
 
     def ordered(
         self, tools: tuple[Tool, ...], namespace: str = ""
@@ -278,13 +278,13 @@ def _entries(messages: Iterable[Message]) -> list[tuple[Message, tuple[str, ...]
 
 def _split(text: str, rules: Sequence[Rule]) -> tuple[str, list[tuple[Rule, str]]]:
     """A text without what rules know, and that."""
-    found: list[tuple[int, int, Rule]] = []
+    spans: list[tuple[int, int, Rule]] = []
     for rule in rules:
-        found += [(start, end, rule) for start, end in rule.find(text)]
-    if not found:
+        spans += [(start, end, rule) for start, end in rule.find(text)]
+    if not spans:
         return text, []
     stable, parts, at = [], [], 0
-    for start, end, rule in sorted(found, key=lambda each: each[:2]):
+    for start, end, rule in sorted(spans, key=lambda each: each[:2]):
         if start < at:
             continue
         stable.append(text[at:start])

@@ -141,10 +141,10 @@ class _CallParser(CallParser):
         if len(self._text) > LONGEST_HEADER:
             raise Malformed
         if char == "{":
-            found = _NAME.fullmatch(str(self._text))
-            if found is None:
+            match = _NAME.fullmatch(str(self._text))
+            if match is None:
                 raise Malformed
-            self.events += [("name", found["name"]), ("arguments", "{")]
+            self.events += [("name", match["name"]), ("arguments", "{")]
             self._text.clear()
             self._next = self._in_argument
 
@@ -218,11 +218,11 @@ class _Value:
             return self._members("}", depth)
         if char == "[":
             return self._members("]", depth)
-        found = _ATOM.match(self._text, self.at)
-        if found is None:
+        atom = _ATOM.match(self._text, self.at)
+        if atom is None:
             raise Malformed
-        self.at = found.end()
-        return found[0]
+        self.at = atom.end()
+        return atom[0]
 
     def _members(self, close: str, depth: int) -> str:
         parts: list[str] = []
@@ -245,11 +245,11 @@ class _Value:
         if self._text.startswith(_QUOTE, self.at):
             key = self._string()
         else:
-            found = _KEY.match(self._text, self.at)
-            if found is None:
+            match = _KEY.match(self._text, self.at)
+            if match is None:
                 raise Malformed
-            self.at = found.end()
-            key = json.dumps(found[0], ensure_ascii=False)
+            self.at = match.end()
+            key = json.dumps(match[0], ensure_ascii=False)
         self._skip()
         if not self._text.startswith(":", self.at):
             raise Malformed

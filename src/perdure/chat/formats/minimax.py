@@ -163,24 +163,24 @@ class _SectionParser(CallParser):
         self._body, self._size, self._tail, self._next = [], 0, "", after
 
     def _before_call(self, before: str, tag: str) -> None:
-        found = _INVOKE.fullmatch(tag)
-        if before.strip() or (found is None and (tag != "</tool_call>" or not self.safe)):
+        invoke = _INVOKE.fullmatch(tag)
+        if before.strip() or (invoke is None and (tag != "</tool_call>" or not self.safe)):
             raise Malformed
-        if found is None:
+        if invoke is None:
             self.safe, self.done = self.position + 1, True
             return
-        tool = self._tools.get(found["name"])
+        tool = self._tools.get(invoke["name"])
         self._values = _Values(tool.parameters if tool is not None else {})
-        self.events += [("name", found["name"]), ("arguments", "{")]
+        self.events += [("name", invoke["name"]), ("arguments", "{")]
         self._arguments = 0
         self._read_on(self._in_call)
 
     def _in_call(self, before: str, tag: str) -> None:
-        found = _TAG.fullmatch(tag)
-        if before.strip() or (found is None and tag != "</invoke>"):
+        match = _TAG.fullmatch(tag)
+        if before.strip() or (match is None and tag != "</invoke>"):
             raise Malformed
-        if found is not None:
-            self._key, self._open_tags = found["key"], 1
+        if match is not None:
+            self._key, self._open_tags = match["key"], 1
             self._read_on(self._in_value)
             return
         self.events.append(("arguments", "}"))
@@ -236,7 +236,7 @@ def _tags(text: str, depth: int) -> list[tuple[str, str]]:
     """The tags that follow each other in a text, with what stands in them."""
     if depth > _DEEPEST:
         raise Malformed
-    found, at = [], 0
+    tags, at = [], 0
     while at < len(text):
         tag = _TAG.match(text, at + len(_MARK)) if text.startswith(_MARK, at) else None
         if tag is None:
@@ -245,9 +245,9 @@ def _tags(text: str, depth: int) -> list[tuple[str, str]]:
             break
         close = f"{_MARK}</{tag['key']}>"
         end = _closing(text, tag.end(), f"{_MARK}<{tag['key']}>", close)
-        found.append((tag["key"], text[tag.end() : end]))
+        tags.append((tag["key"], text[tag.end() : end]))
         at = end + len(close)
-    return found
+    return tags
 
 
 def _closing(text: str, at: int, start: str, close: str) -> int:

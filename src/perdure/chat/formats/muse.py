@@ -99,11 +99,11 @@ class _MuseParser(CallParser):
         return at + 1
 
     def _act(self, header: str) -> None:
-        found = self._HEADER.fullmatch(header)
-        if found is None:
+        match = self._HEADER.fullmatch(header)
+        if match is None:
             raise Malformed
-        if found["name"] in ("user", "self"):
-            self.events.append(("channel", "text" if found["name"] == "user" else "reasoning"))
+        if match["name"] in ("user", "self"):
+            self.events.append(("channel", "text" if match["name"] == "user" else "reasoning"))
             self.safe, self.done = self.position + 1, True
         else:
             self._body = TaggedParser(ATEM, ATEM.openers[0], self._tools)

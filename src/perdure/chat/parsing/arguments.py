@@ -23,8 +23,8 @@ _DEEPEST = 20
 
 
 def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = schema.get("properties")
-    return found if isinstance(found, Mapping) else {}
+    properties = schema.get("properties")
+    return properties if isinstance(properties, Mapping) else {}
 
 
 def kinds_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
@@ -43,11 +43,11 @@ def kinds_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[
         return frozenset(_KINDS.get(type(each), "string") for each in values)
     if isinstance(schema.get("$ref"), str):
         return kinds_of(resolved(schema, root), root, depth + 1)
-    found: frozenset[str] = frozenset()
+    kinds: frozenset[str] = frozenset()
     for word in ("anyOf", "oneOf", "allOf"):
         for each in schema.get(word) or () if isinstance(schema.get(word), list) else ():
-            found |= kinds_of(each, root, depth + 1)
-    return found
+            kinds |= kinds_of(each, root, depth + 1)
+    return kinds
 
 
 def resolved(schema: Any, root: Mapping[str, Any], depth: int = 0) -> Mapping[str, Any]:

@@ -52,13 +52,13 @@ class MarkerScanner:
         A marker that another one begins with counts once it is certain which of them it is: when the text
         has `ended`, or goes on otherwise.
         """
-        found = self._any.search(text)
+        match = self._any.search(text)
         end = len(text)
-        last = end if found is None else found.start() + 1
+        last = end if match is None else match.start() + 1
         for at in range(end if ended else max(0, end - self._longest), last):
             if text[at] in self.firsts and text[at:] in self._starts:
                 return at, ""
-        return (end, "") if found is None else (found.start(), found[0])
+        return (end, "") if match is None else (match.start(), match[0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,8 +77,8 @@ def learn(template: Template, family: Family) -> CallForm:
 
 def _calls(arguments: Sequence[dict[str, Any]]) -> tuple[ToolCall, ...]:
     return tuple(
-        ToolCall(id=given, name=name, arguments=json.dumps(each))
-        for given, name, each in zip(_IDS, _NAMES, arguments, strict=False)
+        ToolCall(id=call_id, name=name, arguments=json.dumps(each))
+        for call_id, name, each in zip(_IDS, _NAMES, arguments, strict=False)
     )
 
 
@@ -107,16 +107,16 @@ class _Probe:
         a template does not write so many."""
         if len(calls) > self._most:
             return None
-        asked = Message(role="user", content="zquser")
-        said = Message(role="assistant", content=text or None, tool_calls=tuple(calls))
+        question = Message(role="user", content="zquser")
+        answer = Message(role="assistant", content=text or None, tool_calls=tuple(calls))
         # Templates that insist on what follows a call get that.
         results = [Message(role="tool", content="zqresult", tool_call_id=c.id, name=c.name) for c in calls]
         try:
-            prompt = self._render(asked)
+            prompt = self._render(question)
             try:
-                whole = self._render(asked, said, reply_follows=False)
+                whole = self._render(question, answer, reply_follows=False)
             except PerdureError:
-                whole = self._render(asked, said, *results, reply_follows=False)
+                whole = self._render(question, answer, *results, reply_follows=False)
         except PerdureError:
             return None
         start = self._start(prompt, whole)
@@ -141,8 +141,8 @@ class _Probe:
         """Without what ends the turn."""
         last = max((written.rfind(call.name) for call in calls), default=0)
         ends = [written.find(end, last) for end in (*self._family.ends, self._template.eos) if end]
-        found = [end for end in ends if end >= 0]
-        return written[: min(found)].rstrip("\n") if found else written.rstrip("\n")
+        cuts = [end for end in ends if end >= 0]
+        return written[: min(cuts)].rstrip("\n") if cuts else written.rstrip("\n")
 
     def is_exact(self, writer: CallWriter, count: int) -> bool:
         """Whether a writer writes what the template does, and the family reads it back."""
@@ -162,8 +162,8 @@ class _Probe:
         """A name, and the arguments as JSON."""
         calls = _calls([{_KEYS[0]: "zqval"}, {_KEYS[0]: "zqval"}])
         one, two = self.reply(calls[:1]), self.reply(calls)
-        for given in _IDS:
-            one, two = one and one.replace(given, ID), two and two.replace(given, ID)
+        for call_id in _IDS:
+            one, two = one and one.replace(call_id, ID), two and two.replace(call_id, ID)
         json_of = calls[0].arguments
         if one is None or one.count(json_of) != 1 or one.count(_NAMES[0]) != 1:
             return None
@@ -217,13 +217,13 @@ class _Probe:
         return replace(made, **_parted(before, between, made.tail))
 
     def _key_ends(self, usual: str) -> tuple[tuple[str, str], ...]:
-        found = []
+        key_ends = []
         for kind, value in _KINDS.items():
             written = self._required(_calls([{_KEYS[0]: value}])).partition(_KEYS[0])[2]
             shown = value if isinstance(value, str) else json.dumps(value)
             if shown in written and (end := written.partition(shown)[0]) != usual:
-                found.append((kind, end))
-        return tuple(found)
+                key_ends.append((kind, end))
+        return tuple(key_ends)
 
     def _required(self, calls: Sequence[ToolCall]) -> str:
         written = self.reply(calls)
@@ -257,8 +257,8 @@ def _indexed(first: str, second: str) -> str:
 def _first_index(text: str, indexed: str) -> int:
     """The number that stood where the mark stands now."""
     at = indexed.find(INDEX)
-    found = re.match(r"\d+", text[at:]) if at >= 0 else None
-    return int(found[0]) if found is not None else 0
+    digits = re.match(r"\d+", text[at:]) if at >= 0 else None
+    return int(digits[0]) if digits is not None else 0
 
 
 def _common_end(first: str, second: str) -> str:

@@ -336,7 +336,7 @@ def argument(written: str) -> tuple[str | None, str]:
         known = _ESCAPE.sub(_escape, written).replace("\0", "\\x00")
         if "\r" in known:
             # Python would take it for the end of a line.
-            known = _STRING.sub(lambda found: found[0].replace("\r", "\\r"), known)
+            known = _STRING.sub(lambda match: match[0].replace("\r", "\\r"), known)
         named = _ARGUMENT_KEY.match(known)
         call = ast.parse(f"_({known[named.end() if named else 0 :]}\n)", mode="eval").body
         if not isinstance(call, ast.Call) or len(call.args) != 1 or call.keywords:
@@ -362,8 +362,8 @@ def _value(node: ast.expr) -> Any:
     return value
 
 
-def _escape(found: re.Match[str]) -> str:
+def _escape(match: re.Match[str]) -> str:
     """JSON's escapes as Python has them; one that neither knows stands for itself."""
-    if found[1] == "/":
+    if match[1] == "/":
         return "/"
-    return found[0] if found[1] in _ESCAPES else "\\" + found[0]
+    return match[0] if match[1] in _ESCAPES else "\\" + match[0]

@@ -122,13 +122,13 @@ class ReplyParser:
             while text:
                 text = self._read_call(text) if self._call_parser is not None else self._read_prose(text)
         self._says = None
-        held, self._held = self._held, ""
-        while held:
-            end, marker = self._scanner.first(held, ended=True)
-            self._say(held[:end])
+        tail, self._held = self._held, ""
+        while tail:
+            end, marker = self._scanner.first(tail, ended=True)
+            self._say(tail[:end])
             if marker:
                 self._act(marker)
-            held = held[end + len(marker) :]
+            tail = tail[end + len(marker) :]
         self._emit("".join(self._space))
         self._space = []
         return self._take()

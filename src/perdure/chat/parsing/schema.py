@@ -39,8 +39,8 @@ def first_problem(schema: Mapping[str, Any], value: Any) -> ValidationError | No
     each = _each.set(1 + len(json.dumps(value)) // _QUOTED)
     token = _steps_left.set(_STEPS)
     try:
-        found: ValidationError | None = best_match(validator.iter_errors(value))
-        return found
+        problem: ValidationError | None = best_match(validator.iter_errors(value))
+        return problem
     finally:
         _steps_left.reset(token)
         _each.reset(each)

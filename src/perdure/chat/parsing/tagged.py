@@ -152,15 +152,15 @@ class TaggedParser(CallParser):
     def _read(self, text: str, at: int) -> int:
         return self._next(text, at)
 
-    def _literal(self, text: str, at: int, *wanted: str) -> str:
+    def _literal(self, text: str, at: int, *literals: str) -> str:
         """Which of the literals the text goes on with, once that is certain."""
         if not self._text and text[at] in SPACE:
             return ""
         self._text += text[at]
-        if self._text in wanted:
-            found, self._text = self._text, ""
-            return found
-        if not any(each.startswith(self._text) for each in wanted):
+        if self._text in literals:
+            literal, self._text = self._text, ""
+            return literal
+        if not any(each.startswith(self._text) for each in literals):
             raise Malformed
         return ""
 
@@ -170,26 +170,26 @@ class TaggedParser(CallParser):
             raise Malformed
         if not self._text.endswith(tag.end):
             return None
-        found = tag.pattern.fullmatch(self._text.removesuffix(tag.end))
-        if found is None:
+        match = tag.pattern.fullmatch(self._text.removesuffix(tag.end))
+        if match is None:
             raise Malformed
         self._text = ""
-        return found
+        return match
 
     def _before_call(self, text: str, at: int) -> int:
         closes = self._form.section_closes if self.safe else ()
-        found = self._literal(text, at, self._form.call.start, *closes)
-        if found in closes:
+        literal = self._literal(text, at, self._form.call.start, *closes)
+        if literal in closes:
             self.safe, self.done = self.position + 1, True
-        elif found:
+        elif literal:
             self._next = self._in_name
         return at + 1
 
     def _in_name(self, text: str, at: int) -> int:
-        found = self._header(text, at, self._form.call)
-        if found is None:
+        header = self._header(text, at, self._form.call)
+        if header is None:
             return at + 1
-        name = found["name"].strip()
+        name = header["name"].strip()
         tool = self._tools.get(name)
         if tool is None and self._known_only:
             raise Malformed
@@ -201,20 +201,20 @@ class TaggedParser(CallParser):
         return at if self._form.call.end == "<" else at + 1
 
     def _in_call(self, text: str, at: int) -> int:
-        found = self._literal(text, at, self._form.parameter.start, self._form.call_close)
-        if found == self._form.call_close:
+        literal = self._literal(text, at, self._form.parameter.start, self._form.call_close)
+        if literal == self._form.call_close:
             self.events.append(("arguments", "}"))
             self._call_ended(1)
             self._next = self._before_call
             self.done = not (self._in_section and self._form.section_closes)
-        elif found:
+        elif literal:
             self._next = self._in_key
         return at + 1
 
     def _in_key(self, text: str, at: int) -> int:
-        found = self._header(text, at, self._form.parameter)
-        if found is not None:
-            groups = found.groupdict()
+        header = self._header(text, at, self._form.parameter)
+        if header is not None:
+            groups = header.groupdict()
             self._key, self._kind = groups["key"], groups.get("kind") or ""
             self._value, self._tail, self._close = [], "", self._form.parameter_close
             self._is_open = False
@@ -233,13 +233,13 @@ class TaggedParser(CallParser):
             return at + 1
         close, keep = self._close, len(self._close) - 1
         window = self._tail + text[at : at + keep]
-        found = window.find(close)
-        if found >= 0:
-            self._value.append(window[:found])
-            end = at - len(self._tail) + found + len(close)
-        elif (found := text.find(close, at)) >= 0:
-            self._value.append(self._tail + text[at:found])
-            end = found + len(close)
+        close_at = window.find(close)
+        if close_at >= 0:
+            self._value.append(window[:close_at])
+            end = at - len(self._tail) + close_at + len(close)
+        elif (close_at := text.find(close, at)) >= 0:
+            self._value.append(self._tail + text[at:close_at])
+            end = close_at + len(close)
         else:
             seen = self._tail + text[at:]
             self._value.append(seen[:-keep])

@@ -101,15 +101,15 @@ def capabilities(template: Template, *, with_tools: bool) -> Capabilities:
     """What a template shows. It is tried once, and remembered by the template's digest."""
     key = (template.digest, template.bos, template.eos, with_tools)
     with _lock:
-        if (found := _known.get(key)) is not None:
+        if (shown := _known.get(key)) is not None:
             _known.move_to_end(key)
-            return found
-    found = _Trials(template, with_tools=with_tools).capabilities()
+            return shown
+    shown = _Trials(template, with_tools=with_tools).capabilities()
     with _lock:
-        _known[key] = found
+        _known[key] = shown
         while len(_known) > _REMEMBERED:
             _known.popitem(last=False)
-    return found
+    return shown
 
 
 class _Trials:
@@ -207,8 +207,8 @@ class _Trials:
             part = form == "part"
             called = self._said(_CALL, reasoning="zqthought", thinking_part=part)
             answered = self._said(content="zqanswer", reasoning="zqthought", thinking_part=part)
-            for said in ([called, *end], [answered]):
-                if (calls or said[0].content) and self._thinks([_USER, *said]):
+            for reply in ([called, *end], [answered]):
+                if (calls or reply[0].content) and self._thinks([_USER, *reply]):
                     return form
         return "none"
 
@@ -223,8 +223,8 @@ class _Trials:
         """Whether reasoning before the last question is shown."""
         if how == "none":
             return False
-        said = self._said(content="zqanswer", reasoning="zqthought", thinking_part=how == "part")
-        return self._thinks([_USER, said, _AGAIN], variables)
+        answer = self._said(content="zqanswer", reasoning="zqthought", thinking_part=how == "part")
+        return self._thinks([_USER, answer, _AGAIN], variables)
 
     def _switch(self, how: ReasoningForm) -> tuple[str, bool] | None:
         for name, value in SWITCHES:
@@ -244,7 +244,7 @@ class _Trials:
         """Whether a conversation can be rendered and these words are in its text, the hidden ones not: if
         none are named, the texts of its messages and the names and values of its calls. With `in_place` they
         must come in their order too."""
-        wanted = words or tuple(
+        expected = words or tuple(
             word
             for message in messages
             for word in (message.content, *_words(message.tool_calls))
@@ -255,9 +255,9 @@ class _Trials:
             text = self._template.render(messages, tools=tools, now=_NOW, **more, **variables)
         except PerdureError:
             return False
-        if in_place and (places := [text.find(word) for word in wanted]) != sorted(places):
+        if in_place and (places := [text.find(word) for word in expected]) != sorted(places):
             return False
-        return all(word in text for word in wanted) and not any(word in text for word in hidden)
+        return all(word in text for word in expected) and not any(word in text for word in hidden)
 
 
 def given_tools(
@@ -276,7 +276,7 @@ def given_tools(
 
 
 def _words(calls: tuple[ToolCall, ...]) -> list[str]:
-    found = []
+    words = []
     for call in calls:
-        found += [call.name, *(json.loads(call.arguments).values() if call.arguments[0] == "{" else ())]
-    return found
+        words += [call.name, *(json.loads(call.arguments).values() if call.arguments[0] == "{" else ())]
+    return words

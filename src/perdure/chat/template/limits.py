@@ -45,10 +45,10 @@ class RenderLimits:
 
     __slots__ = ("_deadline", "_left", "_started", "_weights", "depth", "given", "largest")
 
-    def __init__(self, given: int) -> None:
-        """`given` is the weight of what the template is to render."""
-        self._left = _CHARACTERS + 64 * given
-        self.largest = _LARGEST + 16 * given
+    def __init__(self, weight: int) -> None:
+        """`weight` is how much the values that the template renders weigh together."""
+        self._left = _CHARACTERS + 64 * weight
+        self.largest = _LARGEST + 16 * weight
         self._deadline = time.monotonic() + SECONDS
         self._started = time.thread_time()
         self.depth = 0

@@ -96,7 +96,7 @@ class Template:
     @property
     def erased_texts(self) -> tuple[str, ...]:
         """Texts that the template takes out of messages."""
-        return tuple(sorted({found[1] for found in _ERASED.findall(self.source)}))
+        return tuple(sorted({match[1] for match in _ERASED.findall(self.source)}))
 
     @classmethod
     def of_model(cls, source: str | None, bos: str = "", eos: str = "") -> Template:
@@ -128,8 +128,8 @@ class Template:
     @functools.cache
     def names() -> tuple[str, ...]:
         """The templates that perdure brings along."""
-        found = (each.name for each in _library().iterdir())
-        return tuple(sorted(name.removesuffix(".jinja") for name in found if name.endswith(".jinja")))
+        files = (each.name for each in _library().iterdir())
+        return tuple(sorted(name.removesuffix(".jinja") for name in files if name.endswith(".jinja")))
 
     def render(
         self,
@@ -175,12 +175,12 @@ class Template:
 
     def _line(self, error: BaseException) -> str:
         """Where in the template an error was raised."""
-        found, trace = None, error.__traceback__
+        line, trace = None, error.__traceback__
         while trace is not None:
             if trace.tb_frame.f_globals.get("environment") is self._compiled.environment:
-                found = self._compiled.get_corresponding_lineno(trace.tb_lineno)
+                line = self._compiled.get_corresponding_lineno(trace.tb_lineno)
             trace = trace.tb_next
-        return f", line {found}" if found else ""
+        return f", line {line}" if line else ""
 
     def _shape(self, message: Message, guard: Guard) -> dict[str, Any]:
         """As templates expect a message: they add texts up, and take arguments apart."""
@@ -215,10 +215,10 @@ class Template:
         function = {"name": guard.name(call.name), "arguments": arguments}
         return {"id": guard.name(self._id(call.id)), "type": "function", "function": function}
 
-    def _id(self, given: str) -> str:
-        if not self._short_ids or (len(given) == 9 and given.isalnum()):
-            return given
-        return hashlib.sha256(given.encode()).hexdigest()[:9]
+    def _id(self, call_id: str) -> str:
+        if not self._short_ids or (len(call_id) == 9 and call_id.isalnum()):
+            return call_id
+        return hashlib.sha256(call_id.encode()).hexdigest()[:9]
 
 
 _AS_GIVEN = NormalisedMessage(role="user")
@@ -237,8 +237,8 @@ def _size(messages: Sequence[Mapping[str, Any]]) -> int:
     total = 0
     for message in messages:
         content = message["content"]
-        said = len(content) if isinstance(content, str) else len(repr(content))
-        total += 64 + said + 2 * len(message.get("thinking", ""))
+        length = len(content) if isinstance(content, str) else len(repr(content))
+        total += 64 + length + 2 * len(message.get("thinking", ""))
         if "tool_calls" in message:
             total += len(repr(message["tool_calls"]))
     return total
@@ -402,8 +402,8 @@ class TemplateRenderer:
             *("a", " b\n\n", "c <x>\n", "d", "\te ", "f", "g\n", "h", "i\n", "j", "k /no_think", "l", "m"),
             *("n", "o /think", "p", "<tool_response>\nq\n</tool_response>", "r", "s", "t", "u"),
         )
-        said = [Message(role=roles[at % len(roles)], content=word) for at, word in enumerate(words)]
-        messages = tuple([Message(role="system", content=system)] * (system is not None) + said)
+        dialogue = [Message(role=roles[at % len(roles)], content=word) for at, word in enumerate(words)]
+        messages = tuple([Message(role="system", content=system)] * (system is not None) + dialogue)
         start = messages[: len(messages) - len(words) + 1]
         text = self.whole(start, reply_follows=False)
         opening = self.whole(start)[len(text) :]
@@ -466,9 +466,9 @@ class RenderingCache:
         """What `messages` go on from."""
         for count in range(len(messages) - 1, max(0, len(messages) - 1 - _REACH), -1):
             with self._lock:
-                found = self._held.get(_key(messages[:count], namespace))
-            if found is not None and found.begins(messages):
-                return found
+                rendering = self._held.get(_key(messages[:count], namespace))
+            if rendering is not None and rendering.begins(messages):
+                return rendering
         return None
 
     def store(self, rendering: Rendering, namespace: str, instead_of: Rendering | None = None) -> None:
