@@ -42,21 +42,21 @@ class RankedText:
     score: float
 
 
-def ranked(found: Embeddings, *, scored: bool) -> list[RankedText]:
+def ranked(embeddings: Embeddings, *, scored: bool) -> list[RankedText]:
     """Documents, the best first, out of scores of pairs, or of vectors with the query's at the front."""
     # The vectors have length 1.
-    cosines = np.clip(found.vectors[1:] @ found.vectors[0], -1.0, 1.0)
-    scores = found.vectors[:, 0] if scored else cosines
+    cosines = np.clip(embeddings.vectors[1:] @ embeddings.vectors[0], -1.0, 1.0)
+    scores = embeddings.vectors[:, 0] if scored else cosines
     return [RankedText(index=int(at), score=float(scores[at])) for at in np.argsort(-scores, kind="stable")]
 
 
-def cut(found: Embeddings, dimensions: int | None) -> Embeddings:
+def cut(embeddings: Embeddings, dimensions: int | None) -> Embeddings:
     """Vectors of the first so many numbers, at length 1 again: for models that were trained to be cut."""
-    if dimensions is None or dimensions == found.vectors.shape[1]:
-        return found
-    vectors = found.vectors[:, :dimensions].astype(np.float64)
+    if dimensions is None or dimensions == embeddings.vectors.shape[1]:
+        return embeddings
+    vectors = embeddings.vectors[:, :dimensions].astype(np.float64)
     lengths = np.sqrt(np.square(vectors).sum(axis=1, keepdims=True))
-    return Embeddings((vectors / np.where(lengths > 0, lengths, 1.0)).astype(np.float32), found.tokens)
+    return Embeddings((vectors / np.where(lengths > 0, lengths, 1.0)).astype(np.float32), embeddings.tokens)
 
 
 class EngineCall(Protocol):

@@ -103,20 +103,20 @@ class Request(RequestOptions):
     def of(
         cls,
         prompt: Sequence[int],
-        **asked: Unpack[RequestKeywords],
+        **keywords: Unpack[RequestKeywords],
     ) -> Request:
         """A request in a caller's words: fields of `Sampling` by themselves, a schema, a single stop.
 
         The one parser of options: of the library's keywords, the command's and the server's.
         """
-        if unknown := unknown_options(asked, _KEYWORDS):
+        if unknown := unknown_options(keywords, _KEYWORDS):
             raise unknown
-        drawing = {name: value for name, value in asked.items() if name in Sampling.__dataclass_fields__}
-        own: dict[str, Any] = {name: value for name, value in asked.items() if name in _OWN}
-        sampling, stop = asked.get("sampling"), asked.get("stop")
+        drawing = {name: value for name, value in keywords.items() if name in Sampling.__dataclass_fields__}
+        own: dict[str, Any] = {name: value for name, value in keywords.items() if name in _OWN}
+        sampling, stop = keywords.get("sampling"), keywords.get("stop")
         if sampling is not None and drawing:
             raise InvalidInputError(f"give sampling or its fields, not both: {', '.join(drawing)}")
-        grammar, schema, regex = asked.get("grammar"), asked.get("schema"), asked.get("regex")
+        grammar, schema, regex = keywords.get("grammar"), keywords.get("schema"), keywords.get("regex")
         if sum(each is not None for each in (grammar, schema, regex)) > 1:
             raise InvalidInputError("give one of grammar, schema and regex")
         if schema is not None:

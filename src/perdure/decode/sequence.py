@@ -74,8 +74,8 @@ class TokensView(Sequence[int]):
     @overload
     def __getitem__(self, index: slice) -> list[int]: ...
     def __getitem__(self, index: int | slice) -> int | list[int]:
-        found = self._tokens[index]
-        return found if isinstance(found, int) else found.tolist()
+        part = self._tokens[index]
+        return part if isinstance(part, int) else part.tolist()
 
 
 class TokenSequence:
@@ -241,10 +241,10 @@ class TokenSequence:
         if (
             self._sampling.greedy
             and not matcher.forced()
-            and matcher.allows(int((found := self.sampler.select(row)).ids[0]))
+            and matcher.allows(int((candidates := self.sampler.select(row)).ids[0]))
         ):
             # The likeliest of all is the likeliest of what is allowed: no need to ask for the rest.
-            return found
+            return candidates
         return self.sampler.select(row, matcher.mask())
 
     def take(self, token: int, shown: Shown | None = None) -> None:
@@ -409,14 +409,14 @@ def _view_of(
 
 
 def _processed(values: object, context: Context) -> NDArray[np.float32]:
-    found = np.array(values, dtype=np.float32)
-    if found.shape != (context.n_vocab,):
+    logits = np.array(values, dtype=np.float32)
+    if logits.shape != (context.n_vocab,):
         raise InvalidInputError(
-            f"a processor must return {context.n_vocab} logits, got an array of shape {found.shape}"
+            f"a processor must return {context.n_vocab} logits, got an array of shape {logits.shape}"
         )
-    if not np.isfinite(found.max()):
+    if not np.isfinite(logits.max()):
         raise InvalidInputError("a processor ruled out every token, or returned numbers that are none")
-    return found
+    return logits
 
 
 class Rank(IntEnum):

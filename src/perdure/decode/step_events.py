@@ -101,9 +101,9 @@ class StepEvents:
             self._measure(drawings, now)
             return
         with self._telling:
-            held = self._held
-            held.append((now, drawings, measures))
-            is_due = len(held) >= HELD or now - held[0][0] >= _PATIENCE or drawings[0][1].written <= 1
+            waiting = self._held
+            waiting.append((now, drawings, measures))
+            is_due = len(waiting) >= HELD or now - waiting[0][0] >= _PATIENCE or drawings[0][1].written <= 1
         if is_due:
             self._release()
 
@@ -112,7 +112,7 @@ class StepEvents:
         self._release()
         places: list[tuple[int, int]] = []
         tokens: list[int] = []
-        told: list[tuple[str, int, int]] = []
+        drawn_tokens: list[tuple[str, int, int]] = []
         for group, sequence, seq, row, before in drawings:
             drawn = sequence.tokens[before:].tolist()
             if sequence.end is not None:
@@ -122,15 +122,15 @@ class StepEvents:
                 for ahead, token in enumerate(drawn):
                     places.append((row + ahead, seq))
                     tokens.append(token)
-                    told.append((group.event_id, sequence.index, before + ahead))
-        if not told:
+                    drawn_tokens.append((group.event_id, sequence.index, before + ahead))
+        if not drawn_tokens:
             return
         try:
             measures = self._context.read_rows(partial(measures_of, tokens), places)
         except PerdureError:
             # What cannot be told is not told; the reply goes on.
             return
-        for at, (id_, index, position) in enumerate(told):
+        for at, (id_, index, position) in enumerate(drawn_tokens):
             self._tell(now, id_, measures, at, index, position)
 
     def _release(self) -> None:

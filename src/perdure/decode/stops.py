@@ -50,19 +50,19 @@ class TextStream:
     def _release(self, text: str) -> str:
         if self.stopped is not None:
             return ""
-        known, found, held = self._held + text, [], 0
+        known, matches, started = self._held + text, [], 0
         for at, stop in enumerate(self._stops):
             if (matched := self._matched[at]) or stop[0] in text:
                 end, self._matched[at] = advance(stop, self._borders[at], matched, text)
                 if end is not None:
-                    found.append((end, -len(stop)))
-                held = max(held, self._matched[at])
-        if found:
-            end, minus = min(found)
+                    matches.append((end, -len(stop)))
+                started = max(started, self._matched[at])
+        if matches:
+            end, minus = min(matches)
             cut = len(self._held) + end + minus
             self.stopped, self._held = known[cut : cut - minus], ""
         else:
-            cut = len(known) - held
+            cut = len(known) - started
             self._held = known[cut:]
         return known[:cut]
 

@@ -253,10 +253,10 @@ class Stream(Generic[D, R]):
         """Push what comes of one request: whether all of it was pushed."""
         if reader is None:
             return await _pushed(output, cast(Callable[[Sequence[Delta]], bool], push))
-        wanted = True
+        goes_on = True
 
         def show(deltas: Sequence[Delta]) -> bool:
-            nonlocal wanted
+            nonlocal goes_on
             # At every token, which mostly comes alone: nothing is called that need not be.
             if len(deltas) == 1:
                 shown = reader.read(deltas[0])
@@ -266,15 +266,15 @@ class Stream(Generic[D, R]):
                     shown += reader.read(delta)
                     if reader.spent:
                         break
-            wanted = not shown or push(shown)
-            return wanted and not reader.spent
+            goes_on = not shown or push(shown)
+            return goes_on and not reader.spent
 
         if not reader.spent:
             await _pushed(output, show)
-        if wanted and reader.spent:
+        if goes_on and reader.spent:
             output.cancel()
             await output.wait_end()
-        return wanted
+        return goes_on
 
     @contextlib.contextmanager
     def _cancelled_with_task(self) -> Iterator[None]:

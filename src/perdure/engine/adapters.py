@@ -82,8 +82,8 @@ class AdapterSet:
         if not waiting or self.before is not None:
             return self
         always = AdapterSet(tuple(pair for pair in self.scales if not pair[0].invocation))
-        found = [(_last_place(np.asarray(prompt, np.int32), pair[0].invocation), pair) for pair in waiting]
-        start, chosen = max(found, key=lambda each: each[0])
+        places = [(_last_place(np.asarray(prompt, np.int32), pair[0].invocation), pair) for pair in waiting]
+        start, chosen = max(places, key=lambda each: each[0])
         if start < 0:
             return always
         scales = sorted([*always.scales, chosen], key=lambda pair: (pair[0].digest, pair[1]))
@@ -115,13 +115,13 @@ def check_scale(adapter: object, scale: object) -> None:
         raise InvalidInputError(f"the scale of {adapter!r} must be a finite number, got {scale!r}")
 
 
-def _last_place(tokens: NDArray[np.int32], wanted: Sequence[int]) -> int:
-    """Where `wanted` stands in `tokens` last, or -1."""
-    count = len(tokens) - len(wanted) + 1
+def _last_place(tokens: NDArray[np.int32], pattern: Sequence[int]) -> int:
+    """Where `pattern` stands in `tokens` last, or -1."""
+    count = len(tokens) - len(pattern) + 1
     if count < 1:
         return -1
     fits = np.ones(count, bool)
-    for at, token in enumerate(wanted):
+    for at, token in enumerate(pattern):
         fits &= tokens[at : at + count] == token
     places = fits.nonzero()[0]
     return int(places[-1]) if len(places) else -1
@@ -227,14 +227,14 @@ class AdapterTable:
         names are looked up: `scales` may be somebody's text."""
         if scales is None:
             return dict(self.default or {})
-        found = {}
+        by_file = {}
         for source, scale in scales.items():
             name, layers = split_layers(str(source))
             if name not in self._names:
                 raise ModelNotFoundError(f"there is no adapter {name!r} here any more")
             check_scale(name, scale)
-            found[self._names[name] + ("@{}-{}".format(*layers) if layers else "")] = float(scale)
-        return found
+            by_file[self._names[name] + ("@{}-{}".format(*layers) if layers else "")] = float(scale)
+        return by_file
 
     def _find(self, source: str) -> Adapter:
         name, layers = split_layers(source)

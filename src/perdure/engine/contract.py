@@ -217,11 +217,11 @@ class PairForm:
         if not self.template:
             first, second = (model.tokenize(text, bos=False) for text in (query, document))
             return [*self.before, *first, *self.between, *second, *self.after]
-        found: list[int] = []
+        tokens: list[int] = []
         for part in re.split(r"(\{query\}|\{document\})", self.template):
             text = {"{query}": query, "{document}": document}.get(part)
-            found += model.tokenize(part if text is None else text, special=text is None, bos=False)
-        return found
+            tokens += model.tokenize(part if text is None else text, special=text is None, bos=False)
+        return tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -112,15 +112,15 @@ def read_sequence(
             f"layer {gone} keeps a window: of tokens {start} to {stop} it has those from {oldest} on{whole}"
         )
     rows = capture.rows.cut(start, stop) if len(windows) < len(layers) else None
-    found = {}
+    by_layer = {}
     for each in layers:
         if each in windows:
             first, k, v = windows[each]
-            found[each] = k[start - first : stop - first], v[start - first : stop - first]
+            by_layer[each] = k[start - first : stop - first], v[start - first : stop - first]
         else:
             assert rows is not None
-            found[each] = reader.read(rows, each)
-    return _joined(reader, found, start, rope=rope)
+            by_layer[each] = reader.read(rows, each)
+    return _joined(reader, by_layer, start, rope=rope)
 
 
 def _chosen(layers: tuple[int, ...], layer: int | None) -> tuple[int, ...]:
@@ -131,10 +131,10 @@ def _chosen(layers: tuple[int, ...], layer: int | None) -> tuple[int, ...]:
 
 
 def _joined(
-    reader: KeyValueReader, found: Mapping[int, tuple[Floats, Floats]], start: int, *, rope: bool
+    reader: KeyValueReader, by_layer: Mapping[int, tuple[Floats, Floats]], start: int, *, rope: bool
 ) -> KeyValues:
     keys = []
-    for layer, (k, _) in found.items():
+    for layer, (k, _) in by_layer.items():
         if not rope:
             rotation = reader.rope(layer)
             if isinstance(rotation, str):
@@ -143,8 +143,8 @@ def _joined(
                 )
             k = rotation.undo(k, start)
         keys.append(k)
-    values = np.stack([v for _, v in found.values()])
-    return KeyValues(k=np.stack(keys), v=values, layers=tuple(found), start=start, rotated=rope)
+    values = np.stack([v for _, v in by_layer.values()])
+    return KeyValues(k=np.stack(keys), v=values, layers=tuple(by_layer), start=start, rotated=rope)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,11 +174,11 @@ class Rope:
         positions = np.arange(start, start + len(k)) * self.scale
         angles = positions[:, None, None] * steps
         cos, sin = np.cos(angles), sign * np.sin(angles)
-        found = k.astype(np.float64)
+        turned = k.astype(np.float64)
         if self.halves:
             first, second = slice(0, half), slice(half, self.size)
         else:
             first, second = slice(0, self.size, 2), slice(1, self.size, 2)
-        a, b = found[..., first].copy(), found[..., second].copy()
-        found[..., first], found[..., second] = a * cos - b * sin, a * sin + b * cos
-        return found.astype(np.float32)
+        a, b = turned[..., first].copy(), turned[..., second].copy()
+        turned[..., first], turned[..., second] = a * cos - b * sin, a * sin + b * cos
+        return turned.astype(np.float32)

@@ -141,9 +141,9 @@ def measure(
         raise InvalidInputError(f"a text of {len(ids)} tokens is too short to measure with")
     n_ctx = max(len(ids), _PROMPT + _GREEDY) + 1
     kl, same, ours, theirs = 0.0, 0, 0.0, 0.0
-    with ExitStack() as held:
+    with ExitStack() as stack:
         reference, typed = (
-            held.enter_context(
+            stack.enter_context(
                 model.context(n_ctx=n_ctx, n_seq=1, n_batch=_CHUNK, threads=threads, k_type=k, v_type=v)
             )
             for k, v in ((REFERENCE, REFERENCE), (k_type, v_type))
@@ -196,9 +196,9 @@ def speed(
 
 def recall(model: Model, k_type: str, v_type: str) -> KvLoss | None:
     """What was measured before for this model."""
-    found: Any = _read(_file()).get(model.digest, {}).get(type_name(k_type, v_type))
+    entry: Any = _read(_file()).get(model.digest, {}).get(type_name(k_type, v_type))
     with suppress(TypeError):
-        return KvLoss(**found)
+        return KvLoss(**entry)
     return None
 
 
@@ -259,7 +259,7 @@ def _file() -> Path:
 
 def _read(path: Path) -> dict[str, dict[str, dict[str, object]]]:
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}

@@ -195,10 +195,10 @@ class LogitsView(NDArrayOperatorsMixin):
         for view in views:
             if view.stale:
                 view._read(len)
-        with ExitStack() as held:
+        with ExitStack() as stack:
             # One order for all threads, so that two views of two contexts cannot deadlock.
             for step in sorted({view._step for view in views}, key=id):
-                held.enter_context(step.lock)
+                stack.enter_context(step.lock)
             for view in views:
                 view._read(len)
             result = func(*_bare(args, private), **_bare(kwargs, private))

@@ -184,9 +184,9 @@ _registered: list[str] = []
 
 def register(engine: str) -> None:
     """Use the engine at "module:attribute" too, before those that are there already."""
-    found = imported(engine)
-    if not isinstance(found, Engine):
-        raise InvalidInputError(f"{engine} is no Engine, it is a {type(found).__name__}")
+    instance = imported(engine)
+    if not isinstance(instance, Engine):
+        raise InvalidInputError(f"{engine} is no Engine, it is a {type(instance).__name__}")
     unregister(engine)
     _registered.insert(0, engine)
 

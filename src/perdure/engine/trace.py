@@ -83,8 +83,8 @@ class Trace:
 
     def last(self) -> Trace:
         """The same of the last token alone, without attention."""
-        found = {name: getattr(self, name) for name in ("hidden", "ffn", "router")}
-        cut: dict[str, Any] = {name: None if each is None else each[:, -1:] for name, each in found.items()}
+        arrays = {name: getattr(self, name) for name in ("hidden", "ffn", "router")}
+        cut: dict[str, Any] = {name: None if each is None else each[:, -1:] for name, each in arrays.items()}
         return dataclasses.replace(self, tokens=self.tokens[-1:], start=0, attention=None, **cut)
 
     def expert_counts(self) -> NDArray[np.int64]:
@@ -103,8 +103,8 @@ class Trace:
             raise InvalidInputError("coherence compares layers: trace at least two")
         added = np.diff(hidden, axis=0)
         unit = added / np.maximum(np.linalg.norm(added, axis=-1, keepdims=True), 1e-12)
-        found: Floats = np.einsum("atd,btd->ab", unit, unit).astype(np.float32) / hidden.shape[1]
-        return found
+        coherence: Floats = np.einsum("atd,btd->ab", unit, unit).astype(np.float32) / hidden.shape[1]
+        return coherence
 
     def selected_heads(self, count: int = 8) -> list[SelectedHead]:
         """The heads whose attention differs most from the average head of their layer, the furthest first."""
@@ -177,9 +177,9 @@ def checked_parts(what: str | Iterable[str]) -> tuple[str, ...]:
 def checked_layers(layers: Sequence[int] | None, count: int) -> tuple[int, ...]:
     if layers is None:
         return tuple(range(count))
-    found: Any = tuple(layers)
-    for layer in found:
+    numbers: Any = tuple(layers)
+    for layer in numbers:
         check_whole("layers", layer, 0, count - 1)
-    if not found or len(set(found)) != len(found):
-        raise InvalidInputError(f"layers are different numbers from 0 to {count - 1}, got {list(found)}")
-    return tuple(sorted(found))
+    if not numbers or len(set(numbers)) != len(numbers):
+        raise InvalidInputError(f"layers are different numbers from 0 to {count - 1}, got {list(numbers)}")
+    return tuple(sorted(numbers))

@@ -164,8 +164,8 @@ def recall_place(digest: Callable[[], str]) -> LoadingKeywords:
     known = _read(_file())
     if not any(key.startswith(_PLACEMENT) for key in known):
         return {}
-    found = known.get(_place_key(digest()))
-    return next((each for each in (_ALL_EXPERTS, _NO_GPU) if each == found), LoadingKeywords())
+    place = known.get(_place_key(digest()))
+    return next((each for each in (_ALL_EXPERTS, _NO_GPU) if each == place), LoadingKeywords())
 
 
 def recall(model: Model) -> Tuning | None:
@@ -173,9 +173,9 @@ def recall(model: Model) -> Tuning | None:
     # Whoever never tuned anything must not wait for the digest of a large file.
     if not (known := _read(_file())):
         return None
-    found: Any = known.get(_key(model))
+    entry: Any = known.get(_key(model))
     with suppress(TypeError):
-        return Tuning(**found)
+        return Tuning(**entry)
     return None
 
 
@@ -191,10 +191,10 @@ def forget(model: Model) -> None:
 
 def tuned(model: Model, context: ContextKeywords) -> ContextKeywords:
     """Settings of a context, with what was tuned for those that nobody chose."""
-    found = recall(model)
-    if found is None:
+    tuning = recall(model)
+    if tuning is None:
         return context
-    chosen: ContextKeywords = {**found.options, **context}
+    chosen: ContextKeywords = {**tuning.options, **context}
     if "k_type" in context or "v_type" in context or not context.get("flash", True):
         # Both types belong together, and are what somebody chose.
         for name in ("k_type", "v_type"):
@@ -264,10 +264,10 @@ def _file() -> Path:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _write(key: str, value: dict[str, Any] | None) -> None:

@@ -106,9 +106,13 @@ class TopK(Cut):
         if 4 * k >= len(row):
             return None
         ids, logits = top(row, 4 * k)
-        kept = np.flatnonzero(allowed_by(mask, ids))[:k]
+        places = np.flatnonzero(allowed_by(mask, ids))[:k]
         # More may be allowed further down.
-        return Candidates(ids[kept], logits[kept]) if len(kept) == k and logits[kept[-1]] > -np.inf else None
+        return (
+            Candidates(ids[places], logits[places])
+            if len(places) == k and logits[places[-1]] > -np.inf
+            else None
+        )
 
 
 class Typical(Cut):
@@ -137,9 +141,9 @@ class Typical(Cut):
         order = np.argsort(distance, axis=1, kind="stable")
         ordered = np.take_along_axis(p, order, axis=1)
         nearest = np.cumsum(ordered, axis=1) - ordered <= limits
-        kept = np.empty_like(nearest)
-        np.put_along_axis(kept, order, nearest, axis=1)
-        table.keep(kept)
+        is_kept = np.empty_like(nearest)
+        np.put_along_axis(is_kept, order, nearest, axis=1)
+        table.keep(is_kept)
         # The likeliest may be among what was cut.
         table.peak = table.logits.max(axis=1, keepdims=True)
 

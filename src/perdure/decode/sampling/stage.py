@@ -124,10 +124,10 @@ class Table:
         """A random number for each line, from 0 to 1."""
         self.temperature: Weights | None = None
 
-    def keep(self, kept: NDArray[np.bool_]) -> None:
+    def keep(self, is_kept: NDArray[np.bool_]) -> None:
         """Cut all but these."""
-        self.logits = np.where(kept, self.logits, -np.inf)
-        self.shares = self.shares * kept
+        self.logits = np.where(is_kept, self.logits, -np.inf)
+        self.shares = self.shares * is_kept
 
     def weights(self) -> Weights:
         """What is drawn by."""

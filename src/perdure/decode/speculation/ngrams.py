@@ -74,11 +74,11 @@ class NgramIndex:
         if place is None:
             return [], 0
         self._followed = place, end
-        found = tokens[place : min(place + count, end)].tolist()
-        while len(found) < count and place + len(found) >= end:
+        guess = tokens[place : min(place + count, end)].tolist()
+        while len(guess) < count and place + len(guess) >= end:
             # The text repeats itself up to its end: it goes on with what was guessed.
-            found.append(found[place + len(found) - end])
-        return found, same
+            guess.append(guess[place + len(guess) - end])
+        return guess, same
 
     def _place(self, end: int) -> tuple[int | None, int]:
         """Where the last tokens came before, if they did, and how many of them; else where to go on."""
@@ -147,9 +147,9 @@ class EarlierReplies:
         # The last is no token: nothing is followed from one reply into the next.
         reply = reply[: EARLIER - 1] + array("i", [-1])
         if len(self) + len(reply) > 2 * EARLIER:
-            kept = self._tokens[len(self) - EARLIER :]
+            newest = self._tokens[len(self) - EARLIER :]
             self._tokens, self._places = array("i"), {}
-            self._append(kept)
+            self._append(newest)
         self._append(reply)
 
     def _append(self, tokens: array[int]) -> None:
@@ -166,8 +166,8 @@ class EarlierReplies:
         place = self._places.get(_key(*tokens[end - SIZE : end]))
         if place is None or self._tokens[max(0, place - _SURE) : place] != tokens[end - _SURE : end]:
             return []
-        found = self._tokens[place : place + count].tolist()
-        return found[: found.index(-1)] if -1 in found else found
+        guess = self._tokens[place : place + count].tolist()
+        return guess[: guess.index(-1)] if -1 in guess else guess
 
 
 class NgramDrafter:

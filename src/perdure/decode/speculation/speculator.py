@@ -277,10 +277,10 @@ class Speculator:
             sequence = chunk.sequence
             if chunk.is_prompt or sequence.cached < sequence.alone_until:
                 continue
-            asked = sequence.request.speculate
-            if asked > 0:
+            setting = sequence.request.speculate
+            if setting > 0:
                 fixed.append(chunk)
-            elif asked == ADAPT:
+            elif setting == ADAPT:
                 adaptive.append(chunk)
         if not fixed and not adaptive:
             return
@@ -399,8 +399,8 @@ class Speculator:
             took = self._costs.believed(known + guesses, seconds) + self._asking
             for chunk in step:
                 # A guess that was not used has cost its time too, and going back to steps without may.
-                told = guesses > 0 or self._guessed
-                saved = plain * (1 + chunk.agreed) - took if told else -self._asking
+                has_guessed = guesses > 0 or self._guessed
+                saved = plain * (1 + chunk.agreed) - took if has_guessed else -self._asking
                 chunk.sequence.saved += saved
                 stream = self._streams.get(chunk.sequence)
                 if stream is None:

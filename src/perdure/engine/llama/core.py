@@ -351,11 +351,11 @@ class LlamaCore:
         """Find the layout on two tokens of our own: nothing has been captured here yet. `seq` is empty."""
         probe = Batch(2)
         probe.fill([BatchPart(seq, 0, np.zeros(2, np.int32), np.zeros(2, np.int8))])
-        held, self._native = self._native, None
+        native, self._native = self._native, None
         if self.decode(probe) is Outcome.DONE:
             self.capture(seq)
         self.remove(seq, 0)
-        self._native = held
+        self._native = native
 
     def _read_into_scratch(self, seq: int) -> NDArray[np.uint8]:
         size = int(self._lib.llama_state_seq_get_size_ext(self._context, seq, 0))
@@ -580,5 +580,5 @@ class Threadpool:
 
 
 def _address(lib: Functions, backend: Any, name: bytes) -> int | None:
-    found: int | None = lib.ggml_backend_reg_get_proc_address(backend, name) if backend else None
-    return found
+    address: int | None = lib.ggml_backend_reg_get_proc_address(backend, name) if backend else None
+    return address

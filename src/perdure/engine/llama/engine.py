@@ -101,12 +101,12 @@ class LlamaEngine(Engine):
             return 0, 0
         sizes = Sizes.of(models.read_parts(here))
         layers, experts = loading.get("gpu_layers", "auto"), loading.get("cpu_experts", "auto")
-        wanted = Wanted.of(
+        options = Wanted.of(
             settings,
             gpu_layers=None if layers == "auto" else layers,
             cpu_experts=None if experts == "auto" else count_experts(experts, sizes),
         )
-        fit = propose(str(source), sizes, room, wanted)
+        fit = propose(str(source), sizes, room, options)
         return fit.machine.total, room.device_bytes(sizes, fit.setup) if fit.setup.gpu_layers else 0
 
     def card(self, source: Source, bars: Bars = no_bars) -> tuple[Card, Mapping[str, Any]]:

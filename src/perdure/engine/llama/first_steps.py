@@ -73,7 +73,7 @@ class StepTime:
 
 def translate(weights: Weights, params: Any, name: str) -> None:
     """Have the driver translate what steps of model `name` need. A line says so where that takes long."""
-    told = threading.Timer(
+    notice = threading.Timer(
         _PATIENCE,
         log.warning,
         (
@@ -81,14 +81,14 @@ def translate(weights: Weights, params: Any, name: str) -> None:
             name,
         ),
     )
-    told.daemon = True
-    told.start()
+    notice.daemon = True
+    notice.start()
     try:
         with _Scratchpad(weights, params) as context:
             for size in _SIZES:
                 context.step(size)
     finally:
-        told.cancel()
+        notice.cancel()
 
 
 def _all_on_gpu(step: float, cpu: float | None, last: float | None, on_cpu: int, layers: int) -> float | None:

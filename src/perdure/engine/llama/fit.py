@@ -128,7 +128,7 @@ def _fits(
         room, layers, experts = Room(machine=room.machine), 0, 0
     fits = []
     for name, sizes in [(Path(str(model)).name, own)] if own else _read_sizes(model, alone=alone):
-        wanted = Wanted(
+        options = Wanted(
             n_ctx=None if n_ctx == "auto" else n_ctx,
             slots=None if slots == "auto" else slots,
             k_type=k_type,
@@ -139,21 +139,21 @@ def _fits(
             n_batch=n_batch,
             flash=flash,
         )
-        fits.append(propose(name, sizes, room, wanted))
+        fits.append(propose(name, sizes, room, options))
     return fits
 
 
 def room_now(devices: Sequence[str] | None = None) -> Room:
     """What is free at this moment, on the machine and on the devices that layers would go to."""
     try:
-        found = choose_devices(library.loaded().device_list, devices)
+        gpus = choose_devices(library.loaded().device_list, devices)
     except EngineLibraryError:
         # Nothing is installed yet: the CPU is what there is in any case.
-        found = ()
+        gpus = ()
     return Room(
         machine=system.available_memory() or system.memory_to_share() // 2,
-        device=sum(device.free for device in found),
-        devices=max(1, len(found)),
+        device=sum(device.free for device in gpus),
+        devices=max(1, len(gpus)),
     )
 
 

@@ -34,8 +34,8 @@ def findings() -> Iterator[Finding]:
     try:
         if not any(candidates()):
             package = libraries.package_for()
-            found = f"there is no llama.cpp library yet; {package} is fetched when it is first needed"
-            yield Finding("engine", "ok", found)
+            text = f"there is no llama.cpp library yet; {package} is fetched when it is first needed"
+            yield Finding("engine", "ok", text)
             return
         choice = probe.choose()
         lib = library.load()

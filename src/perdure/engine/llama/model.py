@@ -153,22 +153,22 @@ class Model(FileModel):
         cpu_experts: CpuExperts | None,
     ) -> Offload:
         """What goes to the GPU. What does not fit is said here, before anything is loaded."""
-        asked = settings().gpu_layers if gpu_layers is None else check_gpu_layers(gpu_layers)
+        layers = settings().gpu_layers if gpu_layers is None else check_gpu_layers(gpu_layers)
         experts = settings().cpu_experts if cpu_experts is None else check_cpu_experts(cpu_experts)
         chosen = choose_devices(library.loaded().device_list, devices)
         here = dataclasses.replace(CPU_ONLY, cpu_experts=count_experts(experts, self.sizes))
-        if not chosen or asked == 0:
-            if asked not in (0, "auto"):
+        if not chosen or layers == 0:
+            if layers not in (0, "auto"):
                 problem = library.loaded().gpu_problem
                 raise InvalidInputError(
-                    f"{asked} layers were to go to a GPU, but the llama.cpp library in use "
+                    f"{layers} layers were to go to a GPU, but the llama.cpp library in use "
                     + (f"cannot use its GPU backend: {problem}. " if problem else "has none: install ")
                     + ("Or " if problem else "one with a GPU backend (perdure engine install), or ")
                     + "leave gpu_layers out"
                 )
             return here
         plan = plan_offload(
-            asked, chosen, self.sizes, self.path.name, setup=self._setup(cells), cpu_experts=experts
+            layers, chosen, self.sizes, self.path.name, setup=self._setup(cells), cpu_experts=experts
         )
         return plan if plan.layers else dataclasses.replace(here, note=plan.note)
 
@@ -564,14 +564,14 @@ class Model(FileModel):
         assert self._text is not None
         return self._text
 
-    def _threads(self, wanted: int | None) -> int:
+    def _threads(self, threads: int | None) -> int:
         """Threads of a context. With all layers and the cache on a GPU, the CPU only looks up embeddings.
         To wake a second thread for that, at every step, takes longer than it saves."""
-        check_whole("threads", 1 if wanted is None else wanted, 1, MAX_THREADS)
+        check_whole("threads", 1 if threads is None else threads, 1, MAX_THREADS)
         layers = int(library.load().llama_model_n_layer(self._open().handle))
         if self._kv_offload and self._offload.layers > layers and not self._offload.cpu_experts:
             return 1
-        return system.usable_cores() if wanted is None else wanted
+        return system.usable_cores() if threads is None else threads
 
     def _say_if_longer_than_trained(self, n_ctx: int) -> None:
         if n_ctx > self.n_ctx_train > 0 and not self._said_trained:

@@ -45,21 +45,21 @@ _LESS = 0.75
 CPU_ONLY = Offload(layers=0)
 
 
-def choose_devices(found: Sequence[Device], wanted: Sequence[str] | None) -> tuple[Device, ...]:
+def choose_devices(devices: Sequence[Device], names: Sequence[str] | None) -> tuple[Device, ...]:
     """The devices of these names; with none named, every GPU, or where there is none, what shares memory."""
-    able = [device for device in found if device.offloads]
-    if wanted is None:
+    able = [device for device in devices if device.offloads]
+    if names is None:
         return tuple([each for each in able if each.kind == "gpu"] or able)
     by_name = {device.name.lower(): device for device in able}
-    unknown = [name for name in wanted if name.lower() not in by_name]
+    unknown = [name for name in names if name.lower() not in by_name]
     if unknown:
         here = ", ".join(device.name for device in able) or "none"
         raise InvalidInputError(f"there is no device {', '.join(unknown)}; this library has {here}")
-    return tuple(by_name[name.lower()] for name in wanted)
+    return tuple(by_name[name.lower()] for name in names)
 
 
 def plan_offload(
-    wanted: GpuLayers,
+    gpu_layers: GpuLayers,
     devices: Sequence[Device],
     sizes: Sizes,
     name: str,
@@ -75,14 +75,14 @@ def plan_offload(
     # What the machine's own memory holds is not asked here.
     room = Room(machine=1 << 62, device=sum(device.free for device in devices), devices=len(devices))
     places = " and ".join(map(str, devices))
-    layers = sizes.all_layers if wanted == "auto" else min(wanted, sizes.all_layers)
+    layers = sizes.all_layers if gpu_layers == "auto" else min(gpu_layers, sizes.all_layers)
     setup = dataclasses.replace(setup, gpu_layers=layers, cpu_experts=count_experts(cpu_experts, sizes))
     whole = room.device_bytes(sizes, setup)
     plan = Offload(
         layers=layers,
         cpu_experts=setup.cpu_experts,
         devices=tuple(devices),
-        flexible=wanted == "auto" and cpu_experts == "auto",
+        flexible=gpu_layers == "auto" and cpu_experts == "auto",
     )
     if whole <= room.device:
         return plan
@@ -96,7 +96,7 @@ def plan_offload(
             return dataclasses.replace(plan, cpu_experts=fewest, note=note)
         setup = dataclasses.replace(setup, cpu_experts=len(sizes.layers))
     fits = room.most_layers(sizes, setup)
-    if wanted == "auto":
+    if gpu_layers == "auto":
         note = (
             f"{fits} of {sizes.all_layers} layers of {name} fit on {places}; all of them would take "
             f"{whole / 2**30:.1f} GiB. The CPU computes the rest"
@@ -109,11 +109,11 @@ def plan_offload(
     )
 
 
-def count_experts(wanted: CpuExperts, sizes: Sizes) -> int:
+def count_experts(cpu_experts: CpuExperts, sizes: Sizes) -> int:
     """In how many layers experts stay in the machine's memory, unless the rest decides."""
-    if wanted == "auto" or not any(sizes.experts):
+    if cpu_experts == "auto" or not any(sizes.experts):
         return 0
-    return len(sizes.layers) if wanted == "all" else min(wanted, len(sizes.layers))
+    return len(sizes.layers) if cpu_experts == "all" else min(cpu_experts, len(sizes.layers))
 
 
 def plan_again(
@@ -124,13 +124,13 @@ def plan_again(
     Experts go first, as in `plan_offload`; then layers do.
     """
     places = " and ".join(map(str, devices))
-    found = f"{name} did not fit on {places}, whose memory other programs use"
+    reason = f"{name} did not fit on {places}, whose memory other programs use"
     if any(sizes.experts) and failed.cpu_experts < len(sizes.layers):
-        note = f"{found}: all of its experts stay in the machine's memory and are computed by the CPU"
+        note = f"{reason}: all of its experts stay in the machine's memory and are computed by the CPU"
         return dataclasses.replace(failed, cpu_experts=len(sizes.layers), note=note, flexible=False)
     fits = plan_offload("auto", devices, sizes, name, setup=setup).layers
     layers = min(fits, int(failed.layers * _LESS))
-    note = f"{found}: {layers} of {sizes.all_layers} layers are there instead of {failed.layers}"
+    note = f"{reason}: {layers} of {sizes.all_layers} layers are there instead of {failed.layers}"
     return Offload(
         layers=layers,
         cpu_experts=failed.cpu_experts if layers else 0,

@@ -118,11 +118,11 @@ class Weights:
     @functools.cached_property
     def metadata(self) -> dict[str, str]:
         lib = self._lib
-        found = {}
+        entries = {}
         for index in range(lib.llama_model_meta_count(self.handle)):
             key = self._text(lib.llama_model_meta_key_by_index, index)
-            found[key] = self._text(lib.llama_model_meta_val_str_by_index, index)
-        return found
+            entries[key] = self._text(lib.llama_model_meta_val_str_by_index, index)
+        return entries
 
     @property
     def causal(self) -> bool:

@@ -94,12 +94,12 @@ def read_adapter(path: str, model: Any, owner: object) -> MlxAdapter:
     for name, array in loaded.items():
         layer, _, part = name.rpartition(".")
         layers[layer][part] = array
-    for layer, found in layers.items():
-        if "m" in found:
-            found["ratio"] = _ratio(place_of(model, layer), found, scale)
+    for layer, matrices in layers.items():
+        if "m" in matrices:
+            matrices["ratio"] = _ratio(place_of(model, layer), matrices, scale)
     mx.eval(layers)
-    said = f"{content_digest(weights)} {scale}"
-    return MlxAdapter(owner, hashlib.sha256(said.encode()).hexdigest(), scale, layers)
+    content = f"{content_digest(weights)} {scale}"
+    return MlxAdapter(owner, hashlib.sha256(content.encode()).hexdigest(), scale, layers)
 
 
 def _scale(path: Path) -> float:
@@ -108,18 +108,18 @@ def _scale(path: Path) -> float:
             raise ModelFileError(
                 f"{path} has {path.stat().st_size} bytes, at most {_LARGEST_CONFIG} are read"
             )
-        said = json.loads(path.read_bytes())
+        config = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         if isinstance(error, ModelFileError):
             raise
         raise ModelFileError(f"{path} is no JSON: {error}") from None
-    kind = said.get("fine_tune_type", "lora") if isinstance(said, dict) else None
+    kind = config.get("fine_tune_type", "lora") if isinstance(config, dict) else None
     if kind not in ("lora", "dora"):
         raise InvalidInputError(
             f"{path.parent} is a fine tuning of type {str(kind)[:40]!r}; adapters are lora or dora. Put a "
             "full one into the model with mlx_lm.fuse"
         )
-    parameters = said.get("lora_parameters")
+    parameters = config.get("lora_parameters")
     scale = parameters.get("scale") if isinstance(parameters, dict) else None
     if not is_number(scale) or not math.isfinite(scale):
         raise ModelFileError(f"{path} has no scale in its lora_parameters")

@@ -95,8 +95,8 @@ class RowCache:
             room = -(-count // _STEP) * _STEP
             empty = [mx.zeros((*part.shape[:2], room, part.shape[3]), part.dtype) for part in parts]
             if self.parts:
-                held = [part[..., :at, :] for part in self.parts]
-                empty = [mx.concatenate([old, new], axis=2) for old, new in zip(held, empty, strict=True)]
+                rows = [part[..., :at, :] for part in self.parts]
+                empty = [mx.concatenate([old, new], axis=2) for old, new in zip(rows, empty, strict=True)]
             self.parts = empty
         for mine, new in zip(self.parts, parts, strict=True):
             mine[..., at : at + count, :] = new
@@ -186,10 +186,10 @@ Leaf: TypeAlias = "RowCache | StateCache"
 
 def leaves(caches: Sequence[Any]) -> list[Leaf]:
     """All caches, also those that are in a list of one layer."""
-    found: list[Leaf] = []
+    all_leaves: list[Leaf] = []
     for each in caches:
-        found += leaves(each.caches) if isinstance(each, theirs.CacheList) else [each]
-    return found
+        all_leaves += leaves(each.caches) if isinstance(each, theirs.CacheList) else [each]
+    return all_leaves
 
 
 def mapped(caches: Sequence[Any], change: Any) -> list[Any]:
@@ -280,19 +280,19 @@ class RowBatch:
 
 def batched(sequences: Sequence[Sequence[Any]]) -> list[Any]:
     """Caches for one step of one token for each of some sequences, which all hold something."""
-    found: list[Any] = []
+    batches: list[Any] = []
     for layer in zip(*sequences, strict=True):
         if isinstance(layer[0], theirs.CacheList):
-            found.append(theirs.CacheList(*batched([each.caches for each in layer])))
+            batches.append(theirs.CacheList(*batched([each.caches for each in layer])))
         elif isinstance(layer[0], RowCache):
-            found.append(RowBatch(layer))
+            batches.append(RowBatch(layer))
         else:
             joined = StateCache(len(layer[0].cache))
             joined.cache = [
                 mx.concatenate(list(each), axis=0) for each in zip(*(c.cache for c in layer), strict=True)
             ]
-            found.append(joined)
-    return found
+            batches.append(joined)
+    return batches
 
 
 def give_back(joined: Sequence[Any], sequences: Sequence[Sequence[Any]]) -> None:

@@ -102,10 +102,10 @@ class MlxCore:
     def _probe(self, keeps_window: bool) -> tuple[Layout, int]:
         """How state is laid out, from a step of one token."""
         caches = self._make()
-        found = self._weights.run(mx.array([[0]]), caches, None)
+        output = self._weights.run(mx.array([[0]]), caches, None)
         state = SequenceState(caches)
-        mx.eval(found.logits, state.arrays())
-        width = int(found.hidden.shape[-1]) if found.hidden is not None else 0
+        mx.eval(output.logits, state.arrays())
+        width = int(output.hidden.shape[-1]) if output.hidden is not None else 0
         return Layout.of(caches, keeps_window), width
 
     # Decoding.
@@ -167,7 +167,7 @@ class MlxCore:
         self, batch: Batch, parts: Sequence[tuple[int, int]], touched: Sequence[SequenceState]
     ) -> None:
         self._next = None
-        wanted: list[tuple[list[int], Any]] = []
+        outputs: list[tuple[list[int], Any]] = []
         """Entries of the batch, and their logits, in tables."""
         hidden: list[tuple[int, Any]] = []
         together = self._together(parts, touched)
@@ -176,18 +176,18 @@ class MlxCore:
             logits = self._run_together([touched[place] for place in together], batch.tokens[entries])
             marked = [place for place, entry in enumerate(entries) if batch.outputs[entry]]
             if marked:
-                wanted.append(([entries[place] for place in marked], logits[mx.array(marked)]))
+                outputs.append(([entries[place] for place in marked], logits[mx.array(marked)]))
         for place, (start, stop) in enumerate(parts):
             if place in together:
                 continue
             rows = np.flatnonzero(batch.outputs[start:stop]).tolist()
             tokens = mx.array(batch.tokens[start:stop][None])
-            found = self._weights.run(tokens, touched[place].caches, rows or [stop - start - 1])
+            output = self._weights.run(tokens, touched[place].caches, rows or [stop - start - 1])
             if rows:
-                wanted.append(([start + row for row in rows], found.logits[0]))
+                outputs.append(([start + row for row in rows], output.logits[0]))
             if self._embeds:
-                hidden.append((start, found.hidden[0]))
-        tables = [(entries, logits.astype(mx.float32)) for entries, logits in wanted]
+                hidden.append((start, output.hidden[0]))
+        tables = [(entries, logits.astype(mx.float32)) for entries, logits in outputs]
         arrays = [array for state in touched for array in state.arrays()]
         shown = [(start, each.astype(mx.float32)) for start, each in hidden]
         mx.eval(*[logits for _, logits in tables], *[each for _, each in shown], *arrays)
@@ -208,16 +208,16 @@ class MlxCore:
         """The parts that are one token behind something, where there are several: they share a step."""
         if self._embeds or self._joins is False:
             return []
-        found = [
+        places = [
             place for place, (start, stop) in enumerate(parts) if stop - start == 1 and touched[place].length
         ]
-        if len(found) < 2:
+        if len(places) < 2:
             return []
         if self._joins is None:
             self._joins = self._can_join()
             if not self._joins:
                 log.info("this model's class takes one sequence a step: several are computed one by one")
-        return found if self._joins else []
+        return places if self._joins else []
 
     def _run_together(self, touched: Sequence[SequenceState], tokens: NDArray[np.int32]) -> Any:
         caches = [state.caches for state in touched]
@@ -238,9 +238,9 @@ class MlxCore:
             twin = each.copy()
             alone.append(self._weights.run(mx.array([[8]]), twin.caches, [0]).logits[0, 0])
         try:
-            found = self._run_together(states, np.array([8, 8], np.int32))
+            joined = self._run_together(states, np.array([8, 8], np.int32))
             truth = mx.stack(alone).astype(mx.float32)
-            apart = np.abs(np.array(found.astype(mx.float32)) - np.array(truth)).max()
+            apart = np.abs(np.array(joined.astype(mx.float32)) - np.array(truth)).max()
             return bool(apart <= _CLOSE * np.abs(np.array(truth)).max())
         except Exception as error:  # Whatever a class makes of what it does not expect.
             log.debug("no step of several sequences: %s", error)

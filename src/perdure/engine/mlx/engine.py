@@ -84,9 +84,9 @@ class MlxEngine(Engine):
         """All of it in the machine's own memory, which a GPU shares."""
         from perdure.models.fit import Room, Wanted, propose
 
-        wanted = Wanted.of(settings, gpu_layers=0)
-        found = propose(str(source), self.sizes(source), Room(machine=room.machine), wanted)
-        return found.machine.total, 0
+        options = Wanted.of(settings, gpu_layers=0)
+        fit = propose(str(source), self.sizes(source), Room(machine=room.machine), options)
+        return fit.machine.total, 0
 
     def card(self, source: Source, bars: Bars = no_bars) -> tuple[Card, Mapping[str, Any]]:
         """From the files alone; only the kind of memory is asked of mlx-lm."""
@@ -102,15 +102,15 @@ class MlxEngine(Engine):
     def findings(self) -> Iterator[Finding]:
         from perdure.engine.mlx.packages import check_here, versions
 
-        found = versions()
-        if not any(found.values()):
+        installed = versions()
+        if not any(installed.values()):
             return
         try:
             check_here()
         except PerdureError as error:
             yield Finding("MLX", "warn", str(error), "pip install -U 'perdure[mlx]'")
             return
-        yield Finding("MLX", "ok", ", ".join(f"{name} {each}" for name, each in found.items()))
+        yield Finding("MLX", "ok", ", ".join(f"{name} {each}" for name, each in installed.items()))
 
 
 def _place(source: Source) -> Path | None:

@@ -117,10 +117,10 @@ class Folder:
 
     def digest(self) -> str:
         """A SHA-256 over the content of all files that count, paid once a file."""
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         for file in self.files:
-            found.update(f"{file.name} {content_digest(file)}\n".encode())
-        return found.hexdigest()
+            digest.update(f"{file.name} {content_digest(file)}\n".encode())
+        return digest.hexdigest()
 
 
 def read_folder(path: Path) -> Folder:
@@ -163,12 +163,12 @@ def _table(path: Path, *, needed: bool = False) -> dict[str, Any]:
     if (size := path.stat().st_size) > _LARGEST_CONFIG:
         raise ModelFileError(f"{path} has {size} bytes, at most {_LARGEST_CONFIG} are read")
     try:
-        found = json.loads(path.read_bytes())
+        table = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise ModelFileError(f"{path} is no JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(table, dict):
         raise ModelFileError(f"{path} is no JSON object")
-    return found
+    return table
 
 
 def _check_config(path: Path, config: Mapping[str, Any]) -> None:
@@ -249,11 +249,11 @@ def _templates(path: Path, tokenizer: Mapping[str, Any]) -> tuple[str, str]:
                 f"{file} has {file.stat().st_size} bytes, at most {_LARGEST_CONFIG} are read"
             )
         return file.read_text(encoding="utf-8", errors="replace"), ""
-    said = tokenizer.get("chat_template")
-    if isinstance(said, str):
-        return said, ""
+    templates = tokenizer.get("chat_template")
+    if isinstance(templates, str):
+        return templates, ""
     named: dict[str, str] = {}
-    for entry in said if isinstance(said, list) else ():
+    for entry in templates if isinstance(templates, list) else ():
         if isinstance(entry, dict) and isinstance(entry.get("template"), str):
             named[str(entry.get("name"))] = entry["template"]
     return named.get("default", ""), named.get("tool_use", "")

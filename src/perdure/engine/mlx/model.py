@@ -94,15 +94,15 @@ class MlxModel(FileModel):
     @functools.cached_property
     def digest(self) -> str:
         """A SHA-256 over all files of the folder that count."""
-        found = self._folder.digest()
+        digest = self._folder.digest()
         if [file_version(file) for file in self._folder.files] != self._versions:
             raise ModelFileError(f"{self.path} has changed since it was loaded; open it again")
-        return found
+        return digest
 
     @property
     def n_ctx_train(self) -> int:
-        said = self._folder.text.get("max_position_embeddings")
-        return said if is_whole(said) else 0
+        positions = self._folder.text.get("max_position_embeddings")
+        return positions if is_whole(positions) else 0
 
     @property
     def bos(self) -> int | None:
@@ -166,7 +166,7 @@ class MlxModel(FileModel):
         self._check_room(n_ctx * n_seq * core.layout.row_bytes)
 
         def identity(adapters: str) -> Identity:
-            found = versions()
+            installed = versions()
             return Identity(
                 weights=self.digest,
                 tokenizer="of the folder",
@@ -178,7 +178,7 @@ class MlxModel(FileModel):
                 rope="of the folder",
                 window=memory.identity,
                 layout=layout,
-                engine=f"mlx {found['mlx']}, mlx-lm {found['mlx-lm']}",
+                engine=f"mlx {installed['mlx']}, mlx-lm {installed['mlx-lm']}",
                 kernels=_kernels(),
                 devices=str(mx.default_device()),
             )

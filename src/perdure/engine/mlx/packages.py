@@ -23,39 +23,39 @@ class MissingPackageError(EngineError):
 
 def versions() -> dict[str, str]:
     """The versions of what computes, without importing it."""
-    found: dict[str, str] = {}
+    installed: dict[str, str] = {}
     for name in ("mlx", "mlx-lm"):
         try:
-            found[name] = version(name)
+            installed[name] = version(name)
         except PackageNotFoundError:
-            found[name] = ""
-    return found
+            installed[name] = ""
+    return installed
 
 
 def check_here() -> None:
     """See that mlx-lm is here, and new enough."""
-    found = versions()
+    installed = versions()
     advice = "pip install 'perdure[mlx]'"
-    if not all(found.values()):
+    if not all(installed.values()):
         raise MissingPackageError(
-            f"this is an MLX model, and {' and '.join(name for name in found if not found[name])} "
+            f"this is an MLX model, and {' and '.join(name for name in installed if not installed[name])} "
             f"is not installed: {advice} (macOS on Apple silicon, or Linux with glibc 2.35 or newer)"
         )
-    if numbers(found["mlx-lm"]) < OLDEST:
+    if numbers(installed["mlx-lm"]) < OLDEST:
         raise MissingPackageError(
-            f"mlx-lm {found['mlx-lm']} can run code that comes with a model; "
+            f"mlx-lm {installed['mlx-lm']} can run code that comes with a model; "
             f"{'.'.join(map(str, OLDEST))} or newer is needed: {advice}"
         )
 
 
 def numbers(text: str) -> tuple[int, ...]:
     """A version as numbers, as far as it has some."""
-    found: list[int] = []
+    parts: list[int] = []
     for part in text.split("."):
         if not part.isdigit():
             break
-        found.append(int(part))
-    return tuple(found)
+        parts.append(int(part))
+    return tuple(parts)
 
 
 def load() -> None:

@@ -40,8 +40,8 @@ def to_numpy(array: Array) -> NDArray[Any]:
 
 
 def to_mlx(array: NDArray[Any], dtype: Any) -> Array:
-    found = mx.array(np.ascontiguousarray(array))
-    return found.view(mx.bfloat16) if dtype == mx.bfloat16 else found
+    copy = mx.array(np.ascontiguousarray(array))
+    return copy.view(mx.bfloat16) if dtype == mx.bfloat16 else copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +104,12 @@ class Layout:
 
 def kind_of(caches: Sequence[Any], *, keeps_window: bool = True) -> MemorySpec:
     """The kind of memory that these caches make up."""
-    found = leaves(caches)
-    states = [leaf for leaf in found if isinstance(leaf, StateCache)]
-    windows = {leaf.window for leaf in found if isinstance(leaf, RowCache) and leaf.window}
-    full = [leaf for leaf in found if isinstance(leaf, RowCache) and not leaf.window]
+    all_leaves = leaves(caches)
+    states = [leaf for leaf in all_leaves if isinstance(leaf, StateCache)]
+    windows = {leaf.window for leaf in all_leaves if isinstance(leaf, RowCache) and leaf.window}
+    full = [leaf for leaf in all_leaves if isinstance(leaf, RowCache) and not leaf.window]
     if states:
-        return Recurrent() if len(states) == len(found) else Hybrid()
+        return Recurrent() if len(states) == len(all_leaves) else Hybrid()
     if windows and full and len(windows) == 1:
         return SlidingWindow(window=windows.pop(), keeps_window=keeps_window)
     # Layers that are windows alone keep all of their rows, and can be cut anywhere.
@@ -221,8 +221,8 @@ class SequenceState:
         rows = [leaf for leaf in self.leaves if isinstance(leaf, RowCache)]
         return [leaf for leaf in rows if _in_tail(leaf, memory) is tail]
 
-    def _read_rows(self, found: Sequence[RowCache], start: int, width: int) -> LayerRows:
-        arrays = [part for leaf in found for part in leaf.rows(start, self.length)]
+    def _read_rows(self, caches: Sequence[RowCache], start: int, width: int) -> LayerRows:
+        arrays = [part for leaf in caches for part in leaf.rows(start, self.length)]
         mx.eval(arrays)
         return LayerRows([to_numpy(part)[0] for part in arrays], self.length - start, width)
 
@@ -264,8 +264,8 @@ class SequenceState:
         magic, mark, length, first = _HEAD.unpack(state[: _HEAD.size].tobytes())
         if magic != _MAGIC or mark != layout.mark or not 0 <= first <= length:
             return None
-        found = _HEAD.size + (length - first) * layout.tail_row_bytes + layout.state_bytes
-        return int(found) if found <= state.nbytes else None
+        nbytes = _HEAD.size + (length - first) * layout.tail_row_bytes + layout.state_bytes
+        return int(nbytes) if nbytes <= state.nbytes else None
 
     def put(self, pieces: Sequence[NDArray[np.uint8]], tail: NDArray[np.uint8] | None) -> bool:
         """Hold what was captured. False: its shape is wrong, and nothing is held."""
@@ -307,26 +307,26 @@ class SequenceState:
         for leaf in self.leaves:
             if not isinstance(leaf, StateCache):
                 continue
-            found: list[Array] = []
+            arrays: list[Array] = []
             for part in next(waiting):
                 values = tail[at : at + part.nbytes].copy().view(_TYPES[part.dtype])
-                found.append(to_mlx(values.reshape(part.shape), part.dtype))
+                arrays.append(to_mlx(values.reshape(part.shape), part.dtype))
                 at += part.nbytes
-            leaf.cache = found
+            leaf.cache = arrays
         mx.eval(self.arrays())
         self.length = length
         return True
 
     def _put_rows(
         self,
-        found: Sequence[RowCache],
+        caches: Sequence[RowCache],
         layout: Sequence[Sequence[Part]],
         table: NDArray[np.uint8],
         base: int,
         end: int,
     ) -> None:
         at = 0
-        for leaf, parts in zip(found, layout, strict=True):
+        for leaf, parts in zip(caches, layout, strict=True):
             arrays: list[Array] = []
             for part in parts:
                 heads, numbers = part.shape

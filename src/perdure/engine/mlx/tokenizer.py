@@ -45,7 +45,7 @@ class Tokenizer:
         path = folder.path / TOKENIZER
         try:
             text = path.read_text(encoding="utf-8")
-            said = json.loads(text)
+            config = json.loads(text)
             self._reading = tokenizers.Tokenizer.from_str(text)
             # Marks in it are text to this one.
             self._plain = tokenizers.Tokenizer.from_str(text)
@@ -64,9 +64,9 @@ class Tokenizer:
                 "different models"
             )
         self._folder = folder
-        self._bytes = _byte_alphabet() if _is_byte_level(said) else None
-        self._strips_space = self._bytes is None and _prepends_space(said)
-        self.covers_text = self._bytes is not None or _keeps_text(said)
+        self._bytes = _byte_alphabet() if _is_byte_level(config) else None
+        self._strips_space = self._bytes is None and _prepends_space(config)
+        self.covers_text = self._bytes is not None or _keeps_text(config)
         added = self._reading.get_added_tokens_decoder()
         self._added = {token: each.content for token, each in added.items()}
         self.controls = frozenset(token for token, each in added.items() if each.special)
@@ -117,28 +117,28 @@ class Tokenizer:
         return "" if token is None else self._piece(token).decode("utf-8", "replace")
 
     def _ends(self, folder: Folder) -> frozenset[int]:
-        found: set[int] = set()
-        for said in (folder.generation.get("eos_token_id"), folder.text.get("eos_token_id")):
-            for token in said if isinstance(said, list) else [said]:
+        ends: set[int] = set()
+        for ids in (folder.generation.get("eos_token_id"), folder.text.get("eos_token_id")):
+            for token in ids if isinstance(ids, list) else [ids]:
                 if type(token) is int and 0 <= token < self.size:
-                    found.add(token)
+                    ends.add(token)
         if (eos := self._named("eos_token")) is not None:
-            found.add(eos)
-        found |= {token for token in self.controls if self._added[token] in _ENDS}
-        return frozenset(found)
+            ends.add(eos)
+        ends |= {token for token in self.controls if self._added[token] in _ENDS}
+        return frozenset(ends)
 
     def _named(self, name: str) -> int | None:
-        said = self._folder.tokenizer.get(name)
-        text = said.get("content") if isinstance(said, dict) else said
+        entry = self._folder.tokenizer.get(name)
+        text = entry.get("content") if isinstance(entry, dict) else entry
         if not isinstance(text, str):
             return None
         token: int | None = self._reading.token_to_id(text)
         return token
 
 
-def _parts(said: Mapping[str, Any], name: str, several: str) -> list[Mapping[str, Any]]:
+def _parts(config: Mapping[str, Any], name: str, several: str) -> list[Mapping[str, Any]]:
     """A step of a tokenizer, or the steps of a sequence."""
-    part = said.get(name)
+    part = config.get(name)
     if not isinstance(part, dict):
         return []
     if part.get("type") == "Sequence":
@@ -146,12 +146,12 @@ def _parts(said: Mapping[str, Any], name: str, several: str) -> list[Mapping[str
     return [part]
 
 
-def _is_byte_level(said: Mapping[str, Any]) -> bool:
-    return any(part.get("type") == "ByteLevel" for part in _parts(said, "decoder", "decoders"))
+def _is_byte_level(config: Mapping[str, Any]) -> bool:
+    return any(part.get("type") == "ByteLevel" for part in _parts(config, "decoder", "decoders"))
 
 
-def _prepends_space(said: Mapping[str, Any]) -> bool:
-    parts = _parts(said, "normalizer", "normalizers") + _parts(said, "pre_tokenizer", "pretokenizers")
+def _prepends_space(config: Mapping[str, Any]) -> bool:
+    parts = _parts(config, "normalizer", "normalizers") + _parts(config, "pre_tokenizer", "pretokenizers")
     return any(
         part.get("type") == "Prepend"
         or (
@@ -163,10 +163,10 @@ def _prepends_space(said: Mapping[str, Any]) -> bool:
     )
 
 
-def _keeps_text(said: Mapping[str, Any]) -> bool:
+def _keeps_text(config: Mapping[str, Any]) -> bool:
     """Whether no step before the tokens changes a text but for its spaces."""
     return all(
-        part.get("type") in ("Prepend", "Replace") for part in _parts(said, "normalizer", "normalizers")
+        part.get("type") in ("Prepend", "Replace") for part in _parts(config, "normalizer", "normalizers")
     )
 
 

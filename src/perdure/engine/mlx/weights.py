@@ -56,16 +56,16 @@ class Weights:
 
     def _probe(self) -> None:
         """What a step of one token shows: the size of the vocabulary, and of what is kept."""
-        kept = made_for(self.model)
+        caches = made_for(self.model)
         try:
-            found = self.run(mx.array([[0]]), kept, None)
-            arrays = [part for leaf in leaves(kept) for part in leaf.state_arrays()]
-            mx.eval(found.logits, *arrays)
+            output = self.run(mx.array([[0]]), caches, None)
+            arrays = [part for leaf in leaves(caches) for part in leaf.state_arrays()]
+            mx.eval(output.logits, *arrays)
         except Exception as error:  # As above: the class's own.
             raise _refused(self.folder, error) from None
-        self.n_vocab = int(found.logits.shape[-1])
-        self.width = 0 if found.hidden is None else int(found.hidden.shape[-1])
-        rows = [leaf for leaf in leaves(kept) if isinstance(leaf, RowCache)]
+        self.n_vocab = int(output.logits.shape[-1])
+        self.width = 0 if output.hidden is None else int(output.hidden.shape[-1])
+        rows = [leaf for leaf in leaves(caches) if isinstance(leaf, RowCache)]
         self.widths = frozenset(int(part.shape[3]) for leaf in rows for part in leaf.parts)
         """Numbers of a row of one head."""
         self.row_bytes = sum(
@@ -95,8 +95,8 @@ class Weights:
         weights, base = self, type(body)
 
         class Selecting(base):  # type: ignore[misc, valid-type]
-            def __call__(self, *given: Any, **named: Any) -> Any:
-                hidden = super().__call__(*given, **named)
+            def __call__(self, *positional: Any, **named: Any) -> Any:
+                hidden = super().__call__(*positional, **named)
                 if not hasattr(hidden, "ndim") or hidden.ndim != 3:
                     return hidden
                 weights._hidden = hidden
@@ -134,17 +134,17 @@ def skeleton(folder: Folder) -> MemorySpec:
     """The kind of memory of a folder's model class, without its weights."""
     try:
         made, arguments = utils._get_classes(dict(folder.config))
-        found = kind_of(made_for(made(arguments.from_dict(dict(folder.config)))))
+        kind = kind_of(made_for(made(arguments.from_dict(dict(folder.config)))))
     except PerdureError:
         raise
     except Exception as error:  # As where it is loaded.
         raise _refused(folder, error) from None
-    return found
+    return kind
 
 
 def _refused(folder: Folder, error: BaseException) -> ModelLoadError:
-    said = str(error).strip().splitlines()
+    lines = str(error).strip().splitlines()
     return ModelLoadError(
         f"mlx-lm refused {folder.path.name} ({folder.config.get('model_type')}): "
-        f"{type(error).__name__}: {said[0][:300] if said else 'no reason given'}"
+        f"{type(error).__name__}: {lines[0][:300] if lines else 'no reason given'}"
     )

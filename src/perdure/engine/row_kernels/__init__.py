@@ -191,9 +191,9 @@ class Measures:
 def measure(row: Floats, token: int, k: int) -> Measure:
     """What is to be told of `token`, which was drawn from `row`, with the `k` likeliest tokens beside it."""
     rows = row[None]
-    found = Measures(rows, k)
-    found.drawn(rows, [token])
-    return found[0]
+    measures = Measures(rows, k)
+    measures.drawn(rows, [token])
+    return measures[0]
 
 
 class _Measuring:
@@ -339,9 +339,9 @@ def _load() -> ctypes.CDLL:
 
 
 def _function(name: str, *arguments: type[Any]) -> Callable[..., int]:
-    found = getattr(_library, name)
-    found.argtypes, found.restype = arguments, ctypes.c_int64
-    return found  # type: ignore[no-any-return]
+    function = getattr(_library, name)
+    function.argtypes, function.restype = arguments, ctypes.c_int64
+    return function  # type: ignore[no-any-return]
 
 
 _last: tuple[weakref.ref[Floats], _Place] = weakref.ref(np.empty((1, 1), np.float32)), (0, 0, 0, 0)

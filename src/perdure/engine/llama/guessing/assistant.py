@@ -56,12 +56,14 @@ def check_assistant(model: Header, draft: Header, *, mtp: bool) -> None:
             f"{library.build()} does not give out the hidden states that {draft.path.name} needs: guess by "
             "n-grams or with a draft model"
         )
-    kind, wanted = draft.text("general.architecture") or "", model.text("general.architecture") or ""
+    kind, architecture = draft.text("general.architecture") or "", model.text("general.architecture") or ""
     if kind not in ASSISTANTS:
         raise InvalidInputError(f"{draft.path.name} is no assistant, it is a model of {kind}")
-    if ASSISTANTS[kind] != wanted:
-        raise InvalidInputError(f"{names}: it guesses for {ASSISTANTS[kind]}, not for {wanted}; {_ADVICE}")
-    ours, theirs = _Caches(model, wanted), _Caches(draft, kind)
+    if ASSISTANTS[kind] != architecture:
+        raise InvalidInputError(
+            f"{names}: it guesses for {ASSISTANTS[kind]}, not for {architecture}; {_ADVICE}"
+        )
+    ours, theirs = _Caches(model, architecture), _Caches(draft, kind)
     if theirs.width_out != ours.width:
         raise InvalidInputError(
             f"{names}: it reads hidden states of {theirs.width_out} values, and the model has {ours.width}; "

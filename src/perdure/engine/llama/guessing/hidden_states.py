@@ -127,18 +127,18 @@ class Recent:
 
     def add(self, position: int, tokens: NDArray[np.int32], states: Floats) -> None:
         """Those from a position on; what was there is dropped."""
-        kept = position - self._first
+        count = position - self._first
         skipped = max(0, len(states) - _RECENT)
-        if skipped or not 0 <= kept <= self._count:
-            position, tokens, states, kept = position + skipped, tokens[skipped:], states[skipped:], 0
-        if kept + len(states) > len(self._states):
+        if skipped or not 0 <= count <= self._count:
+            position, tokens, states, count = position + skipped, tokens[skipped:], states[skipped:], 0
+        if count + len(states) > len(self._states):
             # Now and then the last ones move to the front.
             for each in (self._tokens, self._states):
-                each[:_RECENT] = each[kept - _RECENT : kept]
-            kept = _RECENT
-        end = kept + len(states)
-        self._tokens[kept:end], self._states[kept:end] = tokens, states
-        self._first, self._count = position - kept, end
+                each[:_RECENT] = each[count - _RECENT : count]
+            count = _RECENT
+        end = count + len(states)
+        self._tokens[count:end], self._states[count:end] = tokens, states
+        self._first, self._count = position - count, end
 
     def copy(self) -> Recent:
         other = Recent(self._states.shape[1])

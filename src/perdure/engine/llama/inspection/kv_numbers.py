@@ -63,8 +63,8 @@ class KvNumbers:
                 return f"which layers of {architecture or 'this model'} keep a window is not known here"
             windows = tuple(layer for layer in range(n_layer) if layer % period < period - 1)
         # Values kept elsewhere, other kinds of caches, and rows that are rotated once more are not read.
-        kept = n_layer - len(windows)
-        if layout.layers != kept or len(layout.regions) != 2 * kept or any(layout.figures):
+        full_layers = n_layer - len(windows)
+        if layout.layers != full_layers or len(layout.regions) != 2 * full_layers or any(layout.figures):
             return NO_NUMBERS
         return cls(layout, metadata, (size("key"), size("value")), windows, n_layer, streams, rope)
 
@@ -74,11 +74,11 @@ class KvNumbers:
 
     def read_window(self, tail_state: NDArray[np.uint8], layer: int) -> tuple[int, Floats, Floats]:
         """The same of a layer with a window, and the position of the first token that it has."""
-        found = window(tail_state, self._streams)
+        window_rows = window(tail_state, self._streams)
         count = len(self.window_layers)
-        if found is None or found[0].layers != count or len(found[0].regions) != 2 * count:
+        if window_rows is None or window_rows[0].layers != count or len(window_rows[0].regions) != 2 * count:
             raise EngineError("the window of this context is laid out otherwise than its layers say")
-        layout, start, rows = found
+        layout, start, rows = window_rows
         at = self.window_layers.index(layer)
         return start, *self._numbers(layout, rows.cut(0, len(rows)), at, count)
 
@@ -95,13 +95,13 @@ class KvNumbers:
         self, layout: Layout, rows: NDArray[np.uint8], place: int, layers: int
     ) -> tuple[Floats, Floats]:
         """Of the layer in this place among those that the rows have."""
-        found = []
+        arrays = []
         for region, size in zip((place, layers + place), self._sizes, strict=True):
             kind, width = layout.regions[region]
             at = layout.extension + sum(each for _, each in layout.regions[:region])
             numbers = floats(kind, np.ascontiguousarray(rows[:, at : at + width]).reshape(-1))
-            found.append(numbers.reshape(len(rows), -1, size))
-        return found[0], found[1]
+            arrays.append(numbers.reshape(len(rows), -1, size))
+        return arrays[0], arrays[1]
 
 
 def floats(kind: int, raw: NDArray[np.uint8]) -> Floats:

@@ -64,13 +64,13 @@ class TracedCore(LlamaCore):
         tokens, outputs = self._step
         by_part: dict[str, Any] = {}
         for part in self._parts:
-            found = [self._tracer.found.get((part, layer), []) for layer in self._layers]
-            if not any(found):
+            by_layer = [self._tracer.found.get((part, layer), []) for layer in self._layers]
+            if not any(by_layer):
                 # A model without it.
                 continue
-            width = next(each[0].shape[-1] for each in found if each)
+            width = next(each[0].shape[-1] for each in by_layer if each)
             rows = []
-            for steps in found:
+            for steps in by_layer:
                 if len(steps) > 1:
                     return Traced(self._parts, self._layers)
                 if not steps:

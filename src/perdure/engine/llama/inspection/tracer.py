@@ -118,7 +118,7 @@ def traced(
         core.close()
     if tracer.problem:
         raise EngineError(f"the pass could not be traced: {tracer.problem}")
-    found = {name: _joined(name, tracer, layers, len(tokens), start, heads) for name in parts}
+    joined = {name: _joined(name, tracer, layers, len(tokens), start, heads) for name in parts}
     return Trace(
         tokens=tuple(tokens.tolist()),
         layers=layers,
@@ -126,7 +126,7 @@ def traced(
         logits=logits,
         experts=experts,
         flash=flash,
-        **found,
+        **joined,
     )
 
 

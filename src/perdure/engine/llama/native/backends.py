@@ -35,12 +35,12 @@ class Backend:
 
 def backends(folder: Path) -> list[Backend]:
     """The backends whose files lie in `folder`, in a fixed order."""
-    found = []
+    backend_list = []
     for entry in sorted(folder.iterdir()):
         match = _BACKEND.fullmatch(entry.name)
         if match and match["kind"] not in _NOT_BACKENDS:
-            found.append(Backend(match["kind"], match["variant"] or _ONLY, entry))
-    return found
+            backend_list.append(Backend(match["kind"], match["variant"] or _ONLY, entry))
+    return backend_list
 
 
 def variants(folder: Path) -> dict[str, int]:

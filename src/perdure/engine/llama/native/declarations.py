@@ -443,12 +443,14 @@ class Functions:
         for name, (result, arguments) in self._declared.items():
             # A function object of our own: one taken from a CDLL by attribute is shared.
             names = (name, *_MANGLED.get(name, ()))
-            found = next((handle[each] for handle in handles for each in names if _has(handle, each)), None)
-            if found is None:
+            function = next(
+                (handle[each] for handle in handles for each in names if _has(handle, each)), None
+            )
+            if function is None:
                 missing += [] if name in OPTIONAL else [name]
                 continue
-            found.restype, found.argtypes = result, arguments
-            setattr(self, name, found)
+            function.restype, function.argtypes = result, arguments
+            setattr(self, name, function)
         self.missing = tuple(missing)
 
     def quick(self, name: str) -> Any:

@@ -84,8 +84,8 @@ def is_newer(version: str) -> bool:
 def _call(lib: Functions, name: str, layout: type[Structure]) -> Structure:
     address = ctypes.cast(getattr(lib, name), ctypes.c_void_p).value
     assert address is not None
-    found: Structure = ctypes.CFUNCTYPE(_padded(layout))(address)()
-    return found
+    struct: Structure = ctypes.CFUNCTYPE(_padded(layout))(address)()
+    return struct
 
 
 def _padded(layout: type[Structure]) -> type[Structure]:
@@ -97,29 +97,29 @@ def _padded(layout: type[Structure]) -> type[Structure]:
 
 
 def _compare(
-    folder: Path, name: str, layout: type[Structure], expected: dict[str, Any], found: Structure
+    folder: Path, name: str, layout: type[Structure], expected: dict[str, Any], struct: Structure
 ) -> None:
     for field, kind, *_ in layout._fields_:
-        value = getattr(found, field)
+        value = getattr(struct, field)
         if not isinstance(value, (bool, int, float, type(None))):
             if isinstance(value, ctypes.Array):
                 continue
             # A pointer or a callback: all of them are NULL.
             value = ctypes.cast(value, ctypes.c_void_p).value
-        wanted = expected.get(field, 0)
-        if (value or 0) != wanted or _raw(found, layout, field, kind) > 1:
+        default = expected.get(field, 0)
+        if (value or 0) != default or _raw(struct, layout, field, kind) > 1:
             raise _refused(
                 folder,
-                f"its structs are laid out otherwise: {name} gives {field} = {value!r}, not {wanted!r}",
+                f"its structs are laid out otherwise: {name} gives {field} = {value!r}, not {default!r}",
             )
 
 
-def _raw(found: Structure, layout: type[Structure], field: str, kind: Any) -> int:
+def _raw(struct: Structure, layout: type[Structure], field: str, kind: Any) -> int:
     """The byte behind a bool, which must be 0 or 1; 0 for other kinds."""
     if kind is not ctypes.c_bool:
         return 0
     offset = getattr(layout, field).offset
-    return c_uint8.from_buffer(found, offset).value
+    return c_uint8.from_buffer(struct, offset).value
 
 
 def _refused(folder: Path, reason: str) -> EngineLibraryError:

@@ -216,7 +216,7 @@ def _read(body: Bytes, seq: int, streams: int, extension: int, figures: int) -> 
     data = memoryview(body)  # type: ignore[arg-type]
     try:
         at = 8
-        (said,) = struct.unpack_from("<I", data, at)
+        (stream_count,) = struct.unpack_from("<I", data, at)
         at += 4
         count = 0
         seen = 0
@@ -236,7 +236,7 @@ def _read(body: Bytes, seq: int, streams: int, extension: int, figures: int) -> 
             regions.append((kind, size))
         elsewhere = seen != (seq + 1 if streams > 1 else 1)
         if (
-            said != streams
+            stream_count != streams
             or elsewhere
             or transposed
             or at != end

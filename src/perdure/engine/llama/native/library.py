@@ -206,13 +206,13 @@ class Device:
 
 def list_devices(lib: Any) -> list[Device]:
     """The devices of a library, those of its GPUs first."""
-    found = []
+    devices = []
     for index in range(lib.ggml_backend_dev_count()):
         handle = lib.ggml_backend_dev_get(index)
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         lib.ggml_backend_dev_memory(handle, ctypes.byref(free), ctypes.byref(total))
         kind = lib.ggml_backend_dev_type(handle)
-        found.append(
+        devices.append(
             Device(
                 name=lib.ggml_backend_dev_name(handle).decode(),
                 description=lib.ggml_backend_dev_description(handle).decode().strip(),
@@ -222,4 +222,4 @@ def list_devices(lib: Any) -> list[Device]:
                 handle=handle,
             )
         )
-    return sorted(found, key=lambda device: not device.offloads)
+    return sorted(devices, key=lambda device: not device.offloads)

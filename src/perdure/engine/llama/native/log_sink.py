@@ -34,8 +34,8 @@ class CapturedErrors:
     def __str__(self) -> str:
         """The reasons, without the names of functions and the line that only says that it failed."""
         reasons = [_FUNCTION.sub("", line) for line in self.lines]
-        told = [reason for reason in reasons if reason and not _NO_REASON.fullmatch(reason)] or reasons
-        return "; ".join(dict.fromkeys(told))[:_LONGEST_REASON] or "no reason given"
+        useful = [reason for reason in reasons if reason and not _NO_REASON.fullmatch(reason)] or reasons
+        return "; ".join(dict.fromkeys(useful))[:_LONGEST_REASON] or "no reason given"
 
 
 class _LogLines:
@@ -111,10 +111,10 @@ _lines = _LogLines()
 @contextmanager
 def captured_errors() -> Iterator[CapturedErrors]:
     """What the library complains about in this thread, meanwhile."""
-    found = CapturedErrors()
+    errors = CapturedErrors()
     thread = threading.get_ident()
-    _lines.captured[thread] = found
+    _lines.captured[thread] = errors
     try:
-        yield found
+        yield errors
     finally:
         del _lines.captured[thread]

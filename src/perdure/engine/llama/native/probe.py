@@ -396,8 +396,8 @@ def last_report(output: bytes) -> dict[str, Any]:
     for line in output.decode("utf-8", "replace").splitlines():
         # A library may print lines of its own.
         with contextlib.suppress(ValueError):
-            said = json.loads(line)
-            report |= said if isinstance(said, dict) else {}
+            message = json.loads(line)
+            report |= message if isinstance(message, dict) else {}
     return report
 
 

@@ -66,9 +66,9 @@ def library_file(folder: Path, stem: str) -> Path | None:
         names = [entry.name for entry in folder.iterdir()]
     except OSError:
         return None
-    found = [name for name in names if (match := _LIBRARY.fullmatch(name)) and match["stem"] == stem]
+    candidates = [name for name in names if (match := _LIBRARY.fullmatch(name)) and match["stem"] == stem]
     # Where a build has libllama.so, libllama.so.0 and libllama.so.0.5.0, they are the same.
-    return folder / min(found, key=lambda name: (len(name), name)) if found else None
+    return folder / min(candidates, key=lambda name: (len(name), name)) if candidates else None
 
 
 def library_folder(folder: Path) -> Path | None:
