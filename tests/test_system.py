@@ -236,7 +236,7 @@ except OSError:
     pass
 possible = system.has_large_pages() and large() > before
 before = large()
-system.settle_memory()
+system.freeze_memory()
 print(possible, gc.get_freeze_count() > 100_000, large() - before > 4 << 10)
 """
     if not Path("/proc/self/smaps_rollup").exists():

@@ -160,7 +160,7 @@ class Sampling:
         return [token for token, bias in self.logit_bias.items() if bias == -math.inf]
 
     def seeded(self, offset: int = 0) -> Sampling:
-        """The same with its seed settled, `offset` on for a further sample of one prompt."""
+        """The same with a seed, `offset` on for a further sample of one prompt."""
         if self.seed is not None and not offset:
             return self
         seed = draw_seed() if self.seed is None else self.seed

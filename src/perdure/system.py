@@ -81,7 +81,7 @@ def prefer_large_pages(address: int, size: int) -> None:
         _advise(start, address + size - start, getattr(mmap, "MADV_HUGEPAGE", None))
 
 
-def settle_memory() -> None:
+def freeze_memory() -> None:
     """Say that what is there by now stays: the garbage collector does not look through it again and again,
     and it moves into large pages, where it is found sooner after a step has read all weights."""
     gc.freeze()

@@ -142,7 +142,7 @@ def test_a_plain_conversation_is_normalised_as_any_other(path: Path) -> None:
         for count in range(1, len(messages)):
             first = messages[:count]
             if normaliser.normalise(first).messages == first and not any(each.tool_calls for each in first):
-                assert normaliser.normalise(messages, settled=count) == short
+                assert normaliser.normalise(messages, unchanged=count) == short
         switch = normaliser.capabilities(with_tools=False).switch
         assert short.variables.keys() == switched.variables.keys() - ({switch[0]} if switch else set())
 

@@ -44,20 +44,20 @@ def test_a_line_of_the_system_prompt_moves_behind_the_last_message(habit: str) -
     for n in range(1, 5):
         history.append(said("user", f"question {n}"))
         system = said("system", f"You are an agent.\n{line.format(n=n)}\nBe brief.")
-        settled, notes = volatile.settle([system, *history])
-        assert settled[0].content == "You are an agent.\nBe brief."
-        assert line.format(n=n) in words(settled)[-1]
-        assert words(settled)[: len(before)] == before, "what was read is read again as it was"
+        stabilised, notes = volatile.stabilise([system, *history])
+        assert stabilised[0].content == "You are an agent.\nBe brief."
+        assert line.format(n=n) in words(stabilised)[-1]
+        assert words(stabilised)[: len(before)] == before, "what was read is read again as it was"
         assert any("moved behind the messages" in note for note in notes)
-        before = words(settled)
+        before = words(stabilised)
         history.append(said("assistant", f"answer {n}"))
 
 
 def test_a_value_that_stays_is_said_once() -> None:
     volatile = VolatileText()
     system = said("system", "You are an agent.\nToday's date: 2026-11-17")
-    first, _ = volatile.settle([system, USER])
-    second, notes = volatile.settle([system, USER, ANSWER, AGAIN])
+    first, _ = volatile.stabilise([system, USER])
+    second, notes = volatile.stabilise([system, USER, ANSWER, AGAIN])
     assert words(second) == [*words(first), "zqanswer", "zqagain"]
     assert notes == ("moved behind the messages: date",)
 
@@ -72,8 +72,8 @@ def test_a_value_that_stays_is_said_once() -> None:
 def test_a_reminder_that_moves_on_is_read_where_it_was_sent_first(text: str) -> None:
     """As opencode's, which is always at the latest message."""
     volatile = VolatileText()
-    first, _ = volatile.settle([USER_WITH(text, "zquser")])
-    second, notes = volatile.settle([USER, ANSWER, USER_WITH(text, "zqagain")])
+    first, _ = volatile.stabilise([USER_WITH(text, "zquser")])
+    second, notes = volatile.stabilise([USER, ANSWER, USER_WITH(text, "zqagain")])
     assert words(second) == [*words(first), "zqanswer", f"zqagain\n{text}"]
     assert notes
     assert all(note.startswith("kept as it was read: ") for note in notes)
@@ -88,19 +88,19 @@ def test_a_counter_behind_a_message_that_is_not_sent_again_stays_where_it_was() 
     volatile = VolatileText()
     nudge = "The TodoWrite tool hasn't been used recently. Consider it."
     for text in ("<total_tokens>5</total_tokens>", nudge):
-        first, _ = volatile.settle([USER, said("system", text)])
+        first, _ = volatile.stabilise([USER, said("system", text)])
         assert words(first) == ["zquser", text]
-        second, _ = volatile.settle([USER, ANSWER, AGAIN])
+        second, _ = volatile.stabilise([USER, ANSWER, AGAIN])
         assert words(second) == ["zquser", text, "zqanswer", "zqagain"]
 
 
 def test_another_conversation_and_another_namespace_learn_nothing() -> None:
     """H5: what is put back is only what this conversation was sent with."""
     volatile = VolatileText()
-    volatile.settle([USER_WITH("<system-reminder>secret</system-reminder>", "zquser")], "a")
-    assert words(volatile.settle([USER, ANSWER, AGAIN], "b")[0]) == ["zquser", "zqanswer", "zqagain"]
+    volatile.stabilise([USER_WITH("<system-reminder>secret</system-reminder>", "zquser")], "a")
+    assert words(volatile.stabilise([USER, ANSWER, AGAIN], "b")[0]) == ["zquser", "zqanswer", "zqagain"]
     other = said("user", "zqother")
-    assert words(volatile.settle([other, ANSWER, AGAIN], "a")[0]) == ["zqother", "zqanswer", "zqagain"]
+    assert words(volatile.stabilise([other, ANSWER, AGAIN], "a")[0]) == ["zqother", "zqanswer", "zqagain"]
 
 
 def test_ordinary_text_stays_as_it_is() -> None:
@@ -114,7 +114,7 @@ def test_ordinary_text_stays_as_it_is() -> None:
         said("system", "You are now in German."),
         said("user", "Today's date: 2026-11-17"),
     ]
-    assert volatile.settle(messages) == (tuple(messages), ())
+    assert volatile.stabilise(messages) == (tuple(messages), ())
 
 
 def test_tools_keep_the_order_in_which_they_came_first() -> None:
@@ -130,7 +130,7 @@ def test_what_is_remembered_is_bounded() -> None:
     volatile = VolatileText(limit=2000)
     sizes = []
     for at in range(100):
-        volatile.settle([said("user", f"{at} <system-reminder>{'x' * 100}</system-reminder>")])
+        volatile.stabilise([said("user", f"{at} <system-reminder>{'x' * 100}</system-reminder>")])
         sizes.append(size_of(volatile))
     assert sizes[0] < max(sizes) < 1.1 * max(sizes[:25])
 

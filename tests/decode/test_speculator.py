@@ -364,7 +364,7 @@ def test_a_guess_that_takes_longer_than_it_saves_is_given_up() -> None:
 
 
 def test_what_a_gpu_records_at_a_change_of_size_is_none_of_its_cost() -> None:
-    costs = StepCosts(settling=2)
+    costs = StepCosts(slow_steps=2)
     for size in 1, 4:
         for _ in range(5):
             costs.observe(size, float(size))

@@ -90,9 +90,9 @@ class ChatFormat:
         own = "strftime_now" in self.template.source
         return own or (self._tool_use is not None and self._tool_use.asks_date)
 
-    def settle(self, messages: Sequence[Message], namespace: str = "") -> tuple[Message, ...]:
+    def stabilise(self, messages: Sequence[Message], namespace: str = "") -> tuple[Message, ...]:
         """The messages with volatile text in its place, as a prompt with `stable_prefix` has them."""
-        return self._builder.settle(messages, namespace)
+        return self._builder.stabilise(messages, namespace)
 
     def remember_beginnings(self, beginnings: Beginnings) -> None:
         """Have what prompts begin with remembered from now on."""

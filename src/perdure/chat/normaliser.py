@@ -72,11 +72,11 @@ class MessageNormaliser:
         *,
         keep_reasoning: bool | None = None,
         now: datetime | None = None,
-        settled: int = 0,
+        unchanged: int = 0,
     ) -> Normalised:
-        """Messages, of which the first `settled` have no calls and were seen to stay as they are."""
+        """Messages, of which the first `unchanged` have no calls and were seen to stay as they are."""
         shown = self.capabilities(with_tools=bool(tools))
-        if not tools and keep_reasoning is None and _is_plain(messages, shown, settled):
+        if not tools and keep_reasoning is None and _is_plain(messages, shown, unchanged):
             return Normalised(tuple(messages), (), {}, ())
         work = _Normalising(shown, self._writer, self._guard)
         normalised = work.leading(messages)
@@ -333,12 +333,12 @@ class _Normalising:
         return {}
 
 
-def _is_plain(messages: Sequence[Message], shown: Capabilities, settled: int) -> bool:
+def _is_plain(messages: Sequence[Message], shown: Capabilities, unchanged: int) -> bool:
     """Whether messages stay as they are: at most one of the system, at the start, then the user and the
     assistant in turn, without calls. Almost all are so, and whole histories come again and again."""
-    messages = messages[max(0, settled - 1) :]
+    messages = messages[max(0, unchanged - 1) :]
     roles = list(map(attrgetter("role"), messages))
-    start = not settled and roles[:1] == ["system"]
+    start = not unchanged and roles[:1] == ["system"]
     return (
         shown.tools in ("tools", "with system", "none", "xml_tools")
         and (not start or shown.system)

@@ -111,7 +111,7 @@ class PromptBuilder:
         options = options or ChatOptions()
         moved: tuple[str, ...] = ()
         if options.stable_prefix and known is None and before is None:
-            messages, about_text = self._volatile.settle(messages, namespace)
+            messages, about_text = self._volatile.stabilise(messages, namespace)
             tools, about_tools = self._volatile.ordered(options.tools, namespace)
             options = replace(options, tools=tools)
             moved = (*about_text, *about_tools)
@@ -119,8 +119,8 @@ class PromptBuilder:
         if self._markers is not None:
             messages = tuple(map(self._with_reasoning_apart, messages))
         prefill = Prefill.of(messages, self._family) if options.continue_final_message else None
-        settled = len(before.messages) if before is not None and before.begins(messages) else 0
-        normalised = self._normalised(messages, options, settled)
+        unchanged = len(before.messages) if before is not None and before.begins(messages) else 0
+        normalised = self._normalised(messages, options, unchanged)
         if before is None and known is None:
             before = self._rendering_cache.lookup(normalised.messages, namespace)
             if before is not None:
@@ -170,9 +170,9 @@ class PromptBuilder:
             about=(messages, options.tools, normalised.variables),
         )
 
-    def settle(self, messages: Sequence[Message], namespace: str) -> tuple[Message, ...]:
+    def stabilise(self, messages: Sequence[Message], namespace: str) -> tuple[Message, ...]:
         """The messages with volatile text in its place."""
-        return self._volatile.settle(messages, namespace)[0]
+        return self._volatile.stabilise(messages, namespace)[0]
 
     def remember(
         self, prompt: Prompt, whole: Transcript, history: Sequence[Message], reply: Message, namespace: str
@@ -212,14 +212,16 @@ class PromptBuilder:
 
     # Text.
 
-    def _normalised(self, messages: Sequence[Message], options: ChatOptions, settled: int = 0) -> Normalised:
+    def _normalised(
+        self, messages: Sequence[Message], options: ChatOptions, unchanged: int = 0
+    ) -> Normalised:
         """Messages and tools as the template takes them, and all variables."""
         normalised = self._normaliser.normalise(
             messages,
             options.tools,
             keep_reasoning=options.keep_reasoning,
             now=options.now,
-            settled=settled,
+            unchanged=unchanged,
         )
         if not options.variables:
             return normalised

@@ -166,21 +166,21 @@ class VolatileText:
         self._size = 0
         self._orders: OrderedDict[tuple[str, frozenset[str]], tuple[str, ...]] = OrderedDict()
 
-    def settle(
+    def stabilise(
         self, messages: Sequence[Message], namespace: str = ""
     ) -> tuple[tuple[Message, ...], tuple[str, ...]]:
         """The messages with what is volatile in its place, and a line about each rule that was followed."""
         head = next((at for at, each in enumerate(messages) if each.role not in _LEADING), len(messages))
         key = hashlib.sha256(namespace.encode()).digest()
         notes: dict[str, None] = {}
-        settled: list[Message] = []
+        stabilised: list[Message] = []
         values: dict[str, str] = {}
         for message in messages[:head]:
             stable, parts = _split(message.content or "", _IN_SYSTEM)
             if not parts or not stable.strip():
-                settled.append(message)
+                stabilised.append(message)
             else:
-                settled.append(replace(message, content=stable))
+                stabilised.append(replace(message, content=stable))
                 for rule, text in parts:
                     values[rule.name] = f"{values[rule.name]}\n{text}" if rule.name in values else text
             key = _next_key(key, message, stable)
@@ -205,16 +205,16 @@ class VolatileText:
             if at == len(entries) - 1:
                 new = [text for name, text in values.items() if announced.get(name) != text]
                 read = replace(read, behind=(*read.behind, *new))
-            settled.append(
+            stabilised.append(
                 message if read.content == message.content else replace(message, content=read.content)
             )
             if read.behind:
-                settled.append(Message(role="system", content="\n".join(read.behind)))
+                stabilised.append(Message(role="system", content="\n".join(read.behind)))
                 for each in read.behind:
                     announced |= {rule.name: text for rule, text in _split(each, _IN_SYSTEM)[1]}
             if message.role != "assistant" and (read.behind or stable != (message.content or "")):
                 self._store(key, read)
-        return tuple(settled), tuple(notes)
+        return tuple(stabilised), tuple(notes)
 
     def ordered(
         self, tools: tuple[Tool, ...], namespace: str = ""

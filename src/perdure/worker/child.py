@@ -97,7 +97,7 @@ def main(fd: int) -> None:
             connection.send(Failed(portable(error)))
             connection.flush(_FLUSH)
             return
-        system.settle_memory()
+        system.freeze_memory()
         Child(connection, backend, pulse=setup.pulse).serve()
         connection.flush(_FLUSH)
         return

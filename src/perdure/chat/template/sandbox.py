@@ -159,7 +159,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if type(__obj) is BuiltinMethodType:
             owner = __obj.__self__
             if isinstance(owner, str) and __obj.__name__ in METHOD_SIZES:
-                args = _settled(limits, args)
+                args = _sized(limits, args)
                 limits.fits(METHOD_SIZES[__obj.__name__](limits, owner, *args, **kwargs))
             elif isinstance(owner, list) and __obj.__name__ in ("append", "pop"):
                 if limits.given is None:
@@ -216,7 +216,7 @@ def _lists(value: Any, depth: int = 0) -> Iterator[int]:
 # Filters and methods.
 
 
-def _settled(limits: RenderLimits, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _sized(limits: RenderLimits, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Arguments whose size can be told."""
     return tuple(_listed(limits, each) if isinstance(each, Iterator) else each for each in args)
 

@@ -410,7 +410,7 @@ def _listen(
         # The socket listens already: the browser's first request waits there.
         open_browser(address(listening[0]))
     server = HttpServer(app_state, read_settings=lambda: reload.into(app_state))
-    system.settle_memory()
+    system.freeze_memory()
     server.run(sockets=list(listening))
 
 

@@ -83,14 +83,14 @@ class StepCosts:
     and not of steps of that size.
     """
 
-    def __init__(self, settling: int = 1) -> None:
+    def __init__(self, slow_steps: int = 1) -> None:
         """So many steps of a size may take longer than the ones that follow them."""
         self._seconds: dict[int, float] = {}
         self._counts: dict[int, int] = {}
         self._last = 0
         self._run = 0
         """Steps of that size in a row."""
-        self._excess = [0.0] * settling
+        self._excess = [0.0] * slow_steps
         """What the first steps of such a run take longer."""
 
     def observe(self, tokens: int, seconds: float) -> None:
@@ -244,7 +244,7 @@ class Speculator:
         self._drafters = list(drafters)
         self._n_ctx = n_ctx
         self._streams: WeakKeyDictionary[TokenSequence, _Stream] = WeakKeyDictionary()
-        self._costs = StepCosts(settling=2 if prepares else 1)
+        self._costs = StepCosts(slow_steps=2 if prepares else 1)
         self._prepares = prepares
         self._trying = False
         """Whether the step in flight is such a one."""

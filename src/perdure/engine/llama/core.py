@@ -114,7 +114,7 @@ class LlamaCore:
         self._puts_back = bool(self._streams and slides)
         self._failed = False
         """Whether the last step failed."""
-        self._settles = bool(self._streams and not slides and self._memory and self.can_shift())
+        self._restarts_search = bool(self._streams and not slides and self._memory and self.can_shift())
         self._n_streams = params.n_seq_max if self._streams else 1
         self._memory_spec = memory
         self._layout: layout.Layout | None = None
@@ -207,7 +207,7 @@ class LlamaCore:
             # It would look for the next cell from the start, and find that of a token which has left the
             # window: before its predecessors, so that attention would sum in another order.
             self.write(seq, self.read(seq, partial=True), partial=True)
-        if self._settles:
+        if self._restarts_search:
             # After a step that failed, the engine may look for the next free cell behind the first one (it
             # takes back where it stood in another stream). Moving no cell at all makes it look from the
             # start: without flash attention the places of cells count.

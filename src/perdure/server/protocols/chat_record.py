@@ -187,7 +187,7 @@ def _new_messages(
             messages.pop(0)
         return messages
     if request.options.get("stable_prefix"):
-        messages = list(app_state.runtime.chat_format.settle(messages, caller.namespace))
+        messages = list(app_state.runtime.chat_format.stabilise(messages, caller.namespace))
     return said_behind(session, messages)
 
 

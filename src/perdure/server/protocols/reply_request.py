@@ -214,7 +214,7 @@ def submit_to_conversation(
         prefix = KeptPrefix(after=0, seconds=conversation.keep_seconds)
         settings["cache_marks"] = [*settings.get("cache_marks", ())[:_OTHER_MARKS], prefix]
     if options.get("stable_prefix"):
-        messages = runtime.chat_format.settle(messages, caller.namespace)
+        messages = runtime.chat_format.stabilise(messages, caller.namespace)
     try:
         line = find_line(sessions, conversation, messages, caller.namespace)
         if line is None:

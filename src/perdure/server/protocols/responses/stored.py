@@ -191,7 +191,7 @@ class Responses:
             Message(role="system", content=summary),
         ]
         if options["stable_prefix"]:
-            messages = chat_format.settle(messages, self._namespace)
+            messages = chat_format.stabilise(messages, self._namespace)
         chat_format.settle_next(messages, chat_options, namespace=self._namespace, known=None, adapters=None)
 
     def _summary_options(self) -> dict[str, Any]:
