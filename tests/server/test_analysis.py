@@ -114,11 +114,13 @@ def test_what_cannot_be_looked_into_is_a_plain_error(place: Place) -> None:
 def test_one_at_a_time_and_it_ends_with_its_client_c8(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """C8: others are answered meanwhile, and whoever leaves makes room for the next."""
     told: list[object] = []
-    run, cancel, cancelled = AnalysisProcess.run, AnalysisProcess.cancel, threading.Event()
+    run, cancel = AnalysisProcess.run, AnalysisProcess.cancel
+    began, cancelled = threading.Event(), threading.Event()
 
     def watched(process: AnalysisProcess) -> Iterator[AnalysisProgress | AnalysisPage]:
         for each in run(process):
             told.append(each)
+            began.set()
             yield each
             # However fast it is: it goes on when its client has left.
             assert cancelled.wait(PATIENCE)
@@ -139,7 +141,8 @@ def test_one_at_a_time_and_it_ends_with_its_client_c8(place: Place, monkeypatch:
         assert refused.json()["error"]["code"] == "analysis_running"
         assert int(refused.headers["retry-after"]) > 0
         assert bob.post("/v1/chat/completions", json=hello()).status_code == 200
-        # The client leaves: its process ends with it.
+        # The client leaves: its process ends with it. What it read so far may be signs of life alone.
+        assert began.wait(PATIENCE)
         running.close()
         end = time.monotonic() + PATIENCE
         while place.server.app_state.life.analysis is not None:
