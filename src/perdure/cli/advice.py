@@ -27,7 +27,7 @@ _KEYWORDS = re.compile(rf"(?<![\w-])(?:{'|'.join(map(re.escape, _OPTIONS))})(?!\
 
 def in_options(text: str) -> str:
     """`text` with the options of the command for the library's keywords."""
-    return _KEYWORDS.sub(lambda found: _OPTIONS[found[0]], text)
+    return _KEYWORDS.sub(lambda match: _OPTIONS[match[0]], text)
 
 
 def with_options(text: str, arguments: Sequence[str]) -> str:
@@ -37,7 +37,7 @@ def with_options(text: str, arguments: Sequence[str]) -> str:
     if store is None:
         return text
     option = f" --store {shlex.quote(store)}"
-    return _ADVISED.sub(lambda found: f"`{found[1]}{'' if '--store' in found[1] else option}`", text)
+    return _ADVISED.sub(lambda match: f"`{match[1]}{'' if '--store' in match[1] else option}`", text)
 
 
 def _value(option: str, arguments: Sequence[str]) -> str | None:

@@ -63,8 +63,8 @@ class SectionedGroup(TyperGroup):
         self.format_commands(ctx, formatter)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        found = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
-        shown = [(name, command) for name, command in found if command is not None and not command.hidden]
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        shown = [(name, command) for name, command in commands if command is not None and not command.hidden]
         if not shown:
             return
         widest = max(len(name) for name, _ in shown)
@@ -145,8 +145,8 @@ app = typer.Typer(
 )
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(version: bool) -> None:
+    if version:
         typer.echo(f"perdure {__version__}")
         raise typer.Exit
 
@@ -341,13 +341,13 @@ _INSTEAD = {
 
 def plain_options(arguments: Sequence[str]) -> list[str]:
     """Arguments with underscores in the names of options as dashes: --max_tokens is --max-tokens."""
-    found = list(arguments)
-    end = found.index("--") if "--" in found else len(found)
-    for at, word in enumerate(found[:end]):
+    words = list(arguments)
+    end = words.index("--") if "--" in words else len(words)
+    for at, word in enumerate(words[:end]):
         name, equals, value = word.partition("=")
         if name.startswith("--") and "_" in name:
-            found[at] = name.replace("_", "-") + equals + value
-    return found
+            words[at] = name.replace("_", "-") + equals + value
+    return words
 
 
 def advice_for(arguments: Sequence[str], known: frozenset[str]) -> str | None:

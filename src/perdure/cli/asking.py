@@ -47,16 +47,16 @@ class Output:
         shown = ReplyView(think=False) if not raw and self.samples == 1 else None
         view = None if self.as_json else shown or SampleView(self.samples)
         with terminal.stopped_by_ctrl_c(stream) as stopped, progress.reading(stream) as begun:
-            held = []
+            deltas = []
             for delta in stream:
                 begun()
                 if view is not None and self.stream:
                     view.add(delta)  # type: ignore[arg-type]
                 else:
-                    held.append(delta)
+                    deltas.append(delta)
             replies = stream.replies()
         if view is not None:
-            for delta in held:
+            for delta in deltas:
                 view.add(delta)  # type: ignore[arg-type]
             view.end()
         return replies, stopped.is_set()

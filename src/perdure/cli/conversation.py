@@ -301,8 +301,8 @@ class Conversation(Closing):
 
     def sessions(self) -> list[tuple[Sessions, bool]]:
         """Where there are sessions, and whether they are kept."""
-        found = [(self.runtime.sessions, self._stored)]
-        return [*found, (self._extra, True)] if self._extra is not None else found
+        stores = [(self.runtime.sessions, self._stored)]
+        return [*stores, (self._extra, True)] if self._extra is not None else stores
 
     def switch(self, name: str) -> None:
         """Go to another session, in memory or on disk."""
@@ -317,8 +317,8 @@ class Conversation(Closing):
     def fork(self, name: str) -> None:
         left = self.session.name
         self.session = self.session.fork(name)
-        told = f"Now in {words.quoted(name)}, a copy; {words.quoted(left)} stays as it is."
-        terminal.tell(told if self.kept else f"{told} Neither is kept; /keep NAME keeps this one.")
+        message = f"Now in {words.quoted(name)}, a copy; {words.quoted(left)} stays as it is."
+        terminal.tell(message if self.kept else f"{message} Neither is kept; /keep NAME keeps this one.")
 
     def start(self, system: str | None) -> None:
         """Start anew. What was said before stays, under its name."""
@@ -408,8 +408,8 @@ class Conversation(Closing):
                 f"`perdure chat {name} --session {words.quoted(self.session.name)}` to change the model"
             )
         old = self.runtime
-        held = [] if self._stored else [old.sessions.get(info.name) for info in old.sessions.list()]
-        for session in held:
+        sessions = [] if self._stored else [old.sessions.get(info.name) for info in old.sessions.list()]
+        for session in sessions:
             # Read now: what they are kept in is closed before they are copied.
             session.history()
         here = self.session.name
@@ -419,14 +419,14 @@ class Conversation(Closing):
             self.runtime = self._opened(name, model)
         except BaseException:
             self.runtime = self._opened(self._model)
-            self._bring(held, here)
+            self._bring(sessions, here)
             raise
-        self._bring(held, here)
+        self._bring(sessions, here)
         self._model = name
         terminal.tell(f"Now with {file}. It reads the conversation with the next message.")
 
-    def _bring(self, held: list[Session], here: str) -> None:
-        for session in held:
+    def _bring(self, sessions: list[Session], here: str) -> None:
+        for session in sessions:
             self.runtime.sessions.copy(session, session.name)
         self._home = self.runtime.sessions
         self.session = self._home.get(here)

@@ -142,8 +142,8 @@ def _readline(history: Path, words: Sequence[str]) -> Any:
         return None
 
     def complete(text: str, number: int) -> str | None:
-        found = [word for word in words if word.startswith(text)] if text.startswith("/") else []
-        return f"{found[number]} " if number < len(found) else None
+        matches = [word for word in words if word.startswith(text)] if text.startswith("/") else []
+        return f"{matches[number]} " if number < len(matches) else None
 
     with contextlib.suppress(OSError):
         history.parent.mkdir(parents=True, exist_ok=True)

@@ -20,12 +20,17 @@ def split_model(words: Sequence[str] | None, model: str | None) -> tuple[str | N
     name, which could be the beginning of a question, is asked about in a terminal, and elsewhere taken as the
     model and said. With `--model` every word belongs to the prompt.
     """
-    found = list(words or ())
-    if model is not None and found and Path(found[0]).expanduser().is_file() and names_model(found[0]):
-        raise typer.BadParameter(f"name the model once: {model} or {found[0]}", param_hint="MODEL")
-    if model is not None or not found:
-        return model, found
-    first, *rest = found
+    arguments = list(words or ())
+    if (
+        model is not None
+        and arguments
+        and Path(arguments[0]).expanduser().is_file()
+        and names_model(arguments[0])
+    ):
+        raise typer.BadParameter(f"name the model once: {model} or {arguments[0]}", param_hint="MODEL")
+    if model is not None or not arguments:
+        return model, arguments
+    first, *rest = arguments
     if names_model(first):
         return first, rest
     if first.startswith(("./", "../", "/", "~/")) and Path(first).expanduser().is_file():
@@ -34,10 +39,10 @@ def split_model(words: Sequence[str] | None, model: str | None) -> tuple[str | N
         # `run llama3 "why is the sky blue"`: whoever quotes the prompt has named a model before it.
         return first, rest
     if _is_short_name(first):
-        return (first, rest) if not rest or _means_model(first) else (None, found)
+        return (first, rest) if not rest or _means_model(first) else (None, arguments)
     if rest and (names := _misspelt(first)):
         terminal.note(f"{first} is part of the prompt; a model of nearly that name is {names[0]}")
-    return None, found
+    return None, arguments
 
 
 def _is_short_name(word: str) -> bool:
@@ -82,11 +87,11 @@ def standard_input_is_piped() -> bool:
     return sys.stdin is not None and not sys.stdin.closed and not sys.stdin.isatty()
 
 
-def system_text(given: str | None) -> str | None:
+def system_text(prompt: str | None) -> str | None:
     """A system prompt: the text itself, or what is in the file after an @."""
-    if given is None or not given.startswith("@"):
-        return given
-    return read_text(Path(given[1:]).expanduser()).strip()
+    if prompt is None or not prompt.startswith("@"):
+        return prompt
+    return read_text(Path(prompt[1:]).expanduser()).strip()
 
 
 def read_text(path: Path) -> str:

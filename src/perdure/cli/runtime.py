@@ -81,8 +81,8 @@ def tell_demo(runtime: Runtime) -> None:
     from perdure.models.catalogue import recommended
     from perdure.models.registry import DEFAULT, MODELS
 
-    told = settings().home / "demo-told"
-    if model_path(runtime).name != MODELS[DEFAULT].file or told.exists():
+    marker = settings().home / "demo-told"
+    if model_path(runtime).name != MODELS[DEFAULT].file or marker.exists():
         return
     best = recommended()
     advice = "`perdure models` lists others"
@@ -93,7 +93,7 @@ def tell_demo(runtime: Runtime) -> None:
         )
     terminal.note(f"this was the demo model, SmolLM2 135M: quick, small and often wrong. {advice}")
     with suppress(OSError):
-        told.touch()
+        marker.touch()
 
 
 def _in_options(text: str) -> str:
@@ -118,11 +118,11 @@ def session_store_in(store: Path | None) -> Iterator[SessionStore]:
     """Where those sessions are listed. To read it takes neither the engine nor the chat."""
     from perdure.sessions.store.registry import open_store
 
-    found = open_store(session_folder(store), readonly=True)
+    session_store = open_store(session_folder(store), readonly=True)
     try:
-        yield found
+        yield session_store
     finally:
-        found.close()
+        session_store.close()
 
 
 def usual_store() -> Path:

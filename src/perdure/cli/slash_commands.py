@@ -48,14 +48,14 @@ def run_slash_command(chat: Conversation, line: str) -> bool:
     name = _ELSEWHERE.get(typed, typed)
     if name == _QUIT:
         return False
-    found = next((command for command in COMMANDS if command.name == name), None)
-    if found is None:
+    slash_command = next((command for command in COMMANDS if command.name == name), None)
+    if slash_command is None:
         near = difflib.get_close_matches(name, NAMES, n=1)
         meant = f"did you mean {near[0]}? " if near else ""
         terminal.tell(f"There is no {typed}; {meant}/help tells what there is.")
         return True
     try:
-        found.run(chat, rest.strip())
+        slash_command.run(chat, rest.strip())
     except PerdureError as error:
         terminal.note(str(error))
     except OSError as error:
@@ -89,8 +89,8 @@ def _keep(chat: Conversation, name: str) -> None:
 
 def _history(chat: Conversation, _: str) -> None:
     for number, turn in enumerate(chat.session.history(), 1):
-        said = [*turn.messages, *([turn.reply] if turn.reply is not None else [])]
-        for message in said:
+        messages = [*turn.messages, *([turn.reply] if turn.reply is not None else [])]
+        for message in messages:
             text = (message.content or "").strip().replace("\n", "\n    ")
             terminal.tell(f"{number}  {message.role}: {text}")
     if not chat.session.turns:
@@ -153,8 +153,8 @@ def _undo(chat: Conversation, _: str) -> None:
     if not last:
         raise SessionError("there is nothing to take back yet")
     chat.session.rewind(1)
-    said = next((message.content or "" for message in last[-1].messages), "a summary")
-    terminal.tell(f"Took back: {said}")
+    text = next((message.content or "" for message in last[-1].messages), "a summary")
+    terminal.tell(f"Took back: {text}")
 
 
 def _fork(chat: Conversation, name: str) -> None:
@@ -191,12 +191,12 @@ def _sessions(chat: Conversation, name: str) -> None:
     if name:
         chat.switch(name)
         return
-    for sessions, kept in chat.sessions():
+    for sessions, stored in chat.sessions():
         rows = sessions.list(limit=_LISTED + 1)
         for row in rows[:_LISTED]:
-            here = "*" if row.name == chat.session.name and chat.kept is kept else " "
+            here = "*" if row.name == chat.session.name and chat.kept is stored else " "
             turns = words.count(row.depth, "turn")
-            note = "" if kept else "  (not kept)"
+            note = "" if stored else "  (not kept)"
             terminal.tell(f"{here} {turns:>10}  {words.moment(row.updated)}  {words.quoted(row.name)}{note}")
         if len(rows) > _LISTED:
             terminal.tell(f"  These are the latest {_LISTED}; `perdure sessions ls` lists all of them.")

@@ -152,10 +152,10 @@ def _models(running: Server | None) -> list[dict[str, Any]]:
         return []
     try:
         with urlopen(f"{address}/v1/models", timeout=_LOOK) as answer:
-            found: list[dict[str, Any]] = json.load(answer)["data"]
+            models: list[dict[str, Any]] = json.load(answer)["data"]
     except (OSError, ValueError, KeyError):
         return []
-    return found
+    return models
 
 
 def current() -> Server | None:

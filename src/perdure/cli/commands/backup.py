@@ -52,17 +52,17 @@ def restore(
     from perdure.sessions.store.registry import restore as restore_store
 
     with working(f"Reading {file.name}") as progress:
-        found = restore_store(file, store, progress=progress)
-    _tell(found, f"{store} has", as_json)
+        backup = restore_store(file, store, progress=progress)
+    _tell(backup, f"{store} has", as_json)
     if system.is_root():
         terminal.note(
             f"{store} belongs to root, who ran this: a server that runs as somebody else cannot open it. "
             f"`chown -R USER: {store}` gives it to that user"
         )
-    if found.left_out:
+    if backup.left_out:
         if not as_json:
             typer.echo(f"{file} holds what cannot be proved. Left out:", err=True)
-            for what in found.left_out:
+            for what in backup.left_out:
                 typer.echo(f"  {what}", err=True)
         raise typer.Exit(1)
 

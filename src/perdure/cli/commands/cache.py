@@ -63,12 +63,12 @@ def blocks(
 ) -> None:
     """List the blocks that are kept on disk, by their ids."""
     with _opened(store, readonly=True) as disks:
-        found = [entry for disk in disks for entry in disk.page(limit=limit, after=after)]
+        entries = [entry for disk in disks for entry in disk.page(limit=limit, after=after)]
     if len(disks) > 1:
-        found = sorted(found, key=lambda entry: entry.id)[:limit]
+        entries = sorted(entries, key=lambda entry: entry.id)[:limit]
     if as_json:
-        print_json([_block(entry) for entry in found])
-    for entry in () if as_json else found:
+        print_json([_block(entry) for entry in entries])
+    for entry in () if as_json else entries:
         typer.echo(f"{entry.id.hex()}  tokens {entry.start} to {entry.end}, {entry.nbytes} bytes")
 
 
@@ -180,18 +180,18 @@ def verify(store: StoreFolder = None, as_json: Json = False) -> None:
                 disk.verify(lambda done, total: bar.update(task, completed=done, total=total))
                 for disk in disks
             ]
-    found = sum(others, start=first)
+    findings = sum(others, start=first)
     if as_json:
-        print_json(dataclasses.asdict(found))
+        print_json(dataclasses.asdict(findings))
     else:
         typer.echo(
-            f"{found.blocks} blocks, {found.nbytes} bytes: {found.missing} missing, {found.adopted} adopted, "
-            f"{found.mended} entries mended, {found.quarantined} damaged and moved aside, "
-            f"{found.leftovers} leftovers deleted"
+            f"{findings.blocks} blocks, {findings.nbytes} bytes: {findings.missing} missing, "
+            f"{findings.adopted} adopted, {findings.mended} entries mended, "
+            f"{findings.quarantined} damaged and moved aside, {findings.leftovers} leftovers deleted"
         )
-        if found.rebuilt:
+        if findings.rebuilt:
             typer.echo("the index was damaged and has been rebuilt; labels were lost with it")
-    if not found.sound:
+    if not findings.sound:
         raise typer.Exit(1)
 
 
@@ -221,9 +221,9 @@ def _opened(store: Path | None, *, readonly: bool, rebuild: bool = False) -> Ite
     encryption = encryption_of(folder)
     if not (places := block_folders(folder)):
         raise StoreError(f"there is no store at {folder}: `perdure cache warm` makes one")
-    with ExitStack() as held:
+    with ExitStack() as stack:
         yield [
-            held.enter_context(
+            stack.enter_context(
                 closing(
                     DiskTier(
                         place, budget=STORE_BYTES, readonly=readonly, rebuild=rebuild, encryption=encryption

@@ -156,13 +156,13 @@ def _settings(schema: Path | None, overflow: Overflow, max_tokens: int | None) -
     from perdure import Grammar
     from perdure.cli.prompt import read_text
 
-    found: dict[str, Any] = {"overflow": overflow, "max_tokens": max_tokens}
+    settings: dict[str, Any] = {"overflow": overflow, "max_tokens": max_tokens}
     if schema is not None:
         text = read_text(schema)
         Grammar.json_schema(text)
         # As a value, so that each turn can say what it was held to.
-        found["schema"] = json.loads(text)
-    return {key: value for key, value in found.items() if value is not None}
+        settings["schema"] = json.loads(text)
+    return {key: value for key, value in settings.items() if value is not None}
 
 
 def _folder(store: Path | None, *, in_use: bool) -> Path:

@@ -92,7 +92,7 @@ def paths(as_json: Json = False) -> None:
     from perdure.config import config_file, settings
 
     now = settings()
-    found = {
+    places = {
         "config": config_file(),
         "home": now.home,
         "models": now.models,
@@ -101,9 +101,9 @@ def paths(as_json: Json = False) -> None:
         "history": now.home / "chat.history",
     }
     if as_json:
-        print_json({name: str(place) for name, place in found.items()})
+        print_json({name: str(place) for name, place in places.items()})
         return
-    for name, place in found.items():
+    for name, place in places.items():
         terminal.write(f"{name:<8} {place}{'' if place.exists() else '  (not there yet)'}\n")
 
 
@@ -114,11 +114,11 @@ def _rewrite(file: Path, name: str, line: str | None) -> None:
 
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     own = re.compile(rf"""\s*["']?{re.escape(name)}["']?\s*=""")
-    kept = [each for each in lines if not own.match(each)]
-    place = next((at for at, each in enumerate(lines) if own.match(each)), len(kept))
+    rewritten = [each for each in lines if not own.match(each)]
+    place = next((at for at, each in enumerate(lines) if own.match(each)), len(rewritten))
     if line is not None:
-        kept.insert(place, line)
+        rewritten.insert(place, line)
     file.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(file) as written:
-        written.write("".join(f"{each}\n" for each in kept).encode())
+        written.write("".join(f"{each}\n" for each in rewritten).encode())
     system.sync_folder(file.parent)

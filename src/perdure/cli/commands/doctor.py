@@ -101,11 +101,11 @@ def _engines() -> Iterator[Finding]:
 def _threads() -> Iterator[Finding]:
     usable, there = system.usable_cores(), os.cpu_count() or 1
     load = system.busy_cores() or 0.0
-    found = f"{usable} of {there} cores may be used, {load:.1f} are busy"
+    summary = f"{usable} of {there} cores may be used, {load:.1f} are busy"
     if load > usable:
-        yield Finding("threads", "warn", found, "other programs take the cores; replies will be slow")
+        yield Finding("threads", "warn", summary, "other programs take the cores; replies will be slow")
     else:
-        yield Finding("threads", "ok", found)
+        yield Finding("threads", "ok", summary)
 
 
 def _memory(model: str | None) -> Iterator[Finding]:
@@ -117,28 +117,28 @@ def _memory(model: str | None) -> Iterator[Finding]:
 
     total, free = system.physical_memory(), system.available_memory()
     if total is None or free is None:
-        found = "this system does not tell how much there is"
+        summary = "this system does not tell how much there is"
     else:
-        found = f"{_size(free)} of {_size(total)} are free"
+        summary = f"{_size(free)} of {_size(total)} are free"
     name = model or settings().model or DEFAULT
     try:
         # Nothing is fetched by looking.
         path = locate(resolve(name))
         parts = read_parts(path) if path is not None else []
     except ModelError as error:
-        yield Finding("memory", "ok", found)
+        yield Finding("memory", "ok", summary)
         yield Finding("model", "bad", str(error), "`perdure ls` shows what is here")
         return
     if not parts:
-        yield Finding("memory", "ok", found)
+        yield Finding("memory", "ok", summary)
         yield Finding("model", "ok", f"{name} is not here yet; it is fetched when it is first used")
         return
     needed = sum(part.path.stat().st_size for part in parts)
     if free is not None and needed > free:
         advice = "close other programs, or take a smaller quantisation"
-        yield Finding("memory", "bad", f"{found}, {name} needs {_size(needed)}", advice)
+        yield Finding("memory", "bad", f"{summary}, {name} needs {_size(needed)}", advice)
     else:
-        yield Finding("memory", "ok", f"{found}, {name} needs {_size(needed)} and its contexts")
+        yield Finding("memory", "ok", f"{summary}, {name} needs {_size(needed)} and its contexts")
 
 
 def _disk(folder: Path) -> Iterator[Finding]:
@@ -163,11 +163,11 @@ def _disk(folder: Path) -> Iterator[Finding]:
             "disk", "bad", f"{place}: {error.strerror}", "free some space, or choose another folder"
         )
         return
-    found = f"{speed:,.0f} MiB/s written to {place}, {wait * 1e3:.1f} ms to make sure"
+    summary = f"{speed:,.0f} MiB/s written to {place}, {wait * 1e3:.1f} ms to make sure"
     if speed < _SLOW_DISK:
-        yield Finding("disk", "warn", found, "a faster disk for --store makes sleeping and waking faster")
+        yield Finding("disk", "warn", summary, "a faster disk for --store makes sleeping and waking faster")
     else:
-        yield Finding("disk", "ok", found)
+        yield Finding("disk", "ok", summary)
 
 
 def _store(store: Path) -> Iterator[Finding]:
@@ -195,7 +195,7 @@ def _blocks(store: Path, folder: Path) -> Finding:
                 sample += 1
                 damaged += disk.load(block.id) is None
             kind = "blocks" if disk.files.seal is None else "encrypted blocks"
-            found = (
+            summary = (
                 f"{count} {kind}, {_size(disk.nbytes)} at {folder}; {sample} were read, {damaged} are damaged"
             )
         finally:
@@ -205,8 +205,8 @@ def _blocks(store: Path, folder: Path) -> Finding:
     except PerdureError as error:
         return Finding("store", "bad", str(error), f"perdure cache verify --store {store}")
     if damaged:
-        return Finding("store", "warn", found, f"perdure cache verify --store {store}")
-    return Finding("store", "ok", found)
+        return Finding("store", "warn", summary, f"perdure cache verify --store {store}")
+    return Finding("store", "ok", summary)
 
 
 def _database(folder: Path) -> Iterator[Finding]:
@@ -224,13 +224,13 @@ def _database(folder: Path) -> Iterator[Finding]:
         try:
             opened = time.perf_counter()
             store.list(limit=1)
-            found = (
+            summary = (
                 f"{place.shown} opened in {1e3 * (opened - began):.0f} ms, "
                 f"asked in {1e3 * (time.perf_counter() - opened):.1f} ms"
             )
         finally:
             store.close()
-        yield Finding("sessions", "ok", found)
+        yield Finding("sessions", "ok", summary)
     except PerdureError as error:
         yield Finding(
             "sessions", "bad", str(error), "start the database, or look at the URL and its password"
@@ -264,22 +264,22 @@ def _place(url: str) -> Iterator[Finding]:
             "blocks", "bad", f"{shown}: {error}", "replicas go on without it; start it, or look at the URL"
         )
         return
-    found = (
+    summary = (
         f"{shown}: 1 MiB written in {1e3 * (written - began):.0f} ms and read in "
         f"{1e3 * (read - written):.0f} ms; {_size(size)} at most"
     )
     if not whole:
-        yield Finding("blocks", "bad", f"{found}; what was read is not what was written")
+        yield Finding("blocks", "bad", f"{summary}; what was read is not what was written")
     elif len(engines) > 1:
         yield Finding(
             "blocks",
             "warn",
-            f"{found}; {len(engines)} kinds of engines write there",
+            f"{summary}; {len(engines)} kinds of engines write there",
             "only machines with the same CPU variant, library, model and layers share state; tokens are "
             "shared by all",
         )
     else:
-        yield Finding("blocks", "ok", found)
+        yield Finding("blocks", "ok", summary)
 
 
 def _size(count: int) -> str:

@@ -112,9 +112,9 @@ def install(
 
         entry = libraries.install_folder(library_folder(source) or source)
     typer.echo(entry.folder)
-    found = _probe(entry.name)
-    _report(found)
-    if not found.usable:
+    probe = _probe(entry.name)
+    _report(probe)
+    if not probe.usable:
         raise typer.Exit(1)
 
 
@@ -196,20 +196,20 @@ def check(
     """
     from perdure import libraries
 
-    found = _probe(name)
+    probe = _probe(name)
     damaged = [
         f"{entry.name}: {file}"
         for entry in libraries.installed()
-        if str(entry.folder) == found.folder
+        if str(entry.folder) == probe.folder
         for file in libraries.damaged(entry)
     ]
     if as_json:
-        print_json({**asdict(found), "usable": found.usable, "damaged": damaged})
+        print_json({**asdict(probe), "usable": probe.usable, "damaged": damaged})
     else:
-        _report(found)
+        _report(probe)
         for file in damaged:
             typer.echo(f"{file} is not as it was installed: install it again")
-    if damaged or not found.usable:
+    if damaged or not probe.usable:
         raise typer.Exit(1)
 
 

@@ -139,13 +139,15 @@ def rm(
     from perdure.errors import InvalidInputError
 
     keys, where, option = _found(file, store)
-    found = [each for each in keys if each.namespace == key]
-    if not found:
-        found = [each for each in keys if len(key) >= 4 and each.digest.startswith(key.lower())]
-    if len(found) != 1:
-        ids = ", ".join(each.id for each in found)
+    matches = [each for each in keys if each.namespace == key]
+    if not matches:
+        matches = [each for each in keys if len(key) >= 4 and each.digest.startswith(key.lower())]
+    if len(matches) != 1:
+        ids = ", ".join(each.id for each in matches)
         wrong = (
-            f"{key!r} has {len(found)} keys in {where}: {ids}" if found else f"no key in {where} is {key!r}"
+            f"{key!r} has {len(matches)} keys in {where}: {ids}"
+            if matches
+            else f"no key in {where} is {key!r}"
         )
         raise InvalidInputError(f"{wrong}; give an id that `perdure keys ls {option}` shows")
     if (folder := _database(file, store)) is not None:
@@ -153,12 +155,12 @@ def rm(
 
         with open_accounts(folder) as accounts:
             assert accounts is not None
-            accounts.withdraw(found[0].digest)
-        typer.echo(f"{found[0].id} of {found[0].namespace} is out of {where}")
+            accounts.withdraw(matches[0].digest)
+        typer.echo(f"{matches[0].id} of {matches[0].namespace} is out of {where}")
         return
     path = _path(file)
-    write_lines(path, [line for line in _lines(path) if found[0].digest not in line.lower()])
-    typer.echo(f"{found[0].id} of {found[0].namespace} is out of {path}")
+    write_lines(path, [line for line in _lines(path) if matches[0].digest not in line.lower()])
+    typer.echo(f"{matches[0].id} of {matches[0].namespace} is out of {path}")
     terminal.note(
         "a server that runs goes on taking it until it reads its keys again: kill -HUP, or a restart"
     )

@@ -39,7 +39,7 @@ def search(
     from perdure.cli.runtime import sessions_in
 
     with sessions_in(store, readonly=True) as sessions:
-        found = sessions.memories.search(
+        memories = sessions.memories.search(
             label=label,
             kind=kind,
             text=text,
@@ -49,11 +49,11 @@ def search(
             after=after,
         )
     if as_json:
-        print_json([plain(memory) for memory in found])
+        print_json([plain(memory) for memory in memories])
         return
-    for memory in found:
+    for memory in memories:
         terminal.write(f"{memory.address}{f'  {memory.note}' if memory.note else ''}\n")
-    if not found:
+    if not memories:
         terminal.tell("Nothing fits.")
 
 

@@ -218,7 +218,7 @@ def _figures(card: Card) -> dict[str, str]:
     memory = card.memory.name + (f", window of {card.window:,} tokens" if card.window else "")
     heads = f"{card.heads} ({card.kv_heads} for K/V)" if card.heads else ""
     per_token = card.kv_bytes_per_token
-    given = {
+    figures = {
         "file": str(card.path) + (f" and {card.files - 1} more" if card.files > 1 else ""),
         "size": f"{decimal(card.file_bytes)} ({card.file_bytes:,} bytes)",
         "name": card.name or "",
@@ -233,7 +233,7 @@ def _figures(card: Card) -> dict[str, str]:
         "memory": memory,
         "K/V cache": f"{per_token:,} bytes a token (f16)" if per_token else "",
     }
-    return {label: value for label, value in given.items() if value}
+    return {label: value for label, value in figures.items() if value}
 
 
 def _short(text: str) -> str:
@@ -252,11 +252,11 @@ def loaded(url: Url = None, key: Key = None, as_json: Json = False) -> None:
     """Show the models of the server, and which of them are loaded."""
     from perdure.cli.output import terminal, words
 
-    found = ask("/v1/models", url, key)["data"]
+    models = ask("/v1/models", url, key)["data"]
     if as_json:
-        print_json(found)
+        print_json(models)
         return
-    for model in found:
+    for model in models:
         terminal.write_line(words.served_model(model))
 
 

@@ -110,9 +110,9 @@ def run(
         raise typer.BadParameter("--raw completes a text: it takes no --system, --session or --continue")
     if stop and not all(stop):
         raise InvalidInputError("--stop needs a text that is not empty")
-    name, asked = prompts.split_model(words, model)
+    name, prompt_words = prompts.split_model(words, model)
     piped = prompts.standard_input_is_piped()
-    if not asked and not files and not piped:
+    if not prompt_words and not files and not piped:
         if name is None or raw:
             raise typer.BadParameter("give a prompt, or pipe one in", param_hint="PROMPT")
         converse(name, (), conversation, "error", sampling, engine)
@@ -125,7 +125,7 @@ def run(
         "logprobs": logprobs,
         **sampling.given(),
     }
-    text = prompts.prompt_text(asked, files or (), piped=piped)
+    text = prompts.prompt_text(prompt_words, files or (), piped=piped)
     system = prompts.system_text(conversation.system)
     if go_on:
         session = _latest(store)

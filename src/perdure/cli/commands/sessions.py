@@ -108,10 +108,10 @@ def ls(
     from perdure.cli.runtime import session_store_in
     from perdure.sessions.info import as_tree
 
-    with session_store_in(store) as kept:
-        last = kept.find(namespace, after) if after is not None else None
-        rows = kept.list(None if everyone else namespace, limit=limit, after=last, text=text)
-        sizes = [] if everyone or as_json or text else kept.sizes()
+    with session_store_in(store) as session_store:
+        last = session_store.find(namespace, after) if after is not None else None
+        rows = session_store.list(None if everyone else namespace, limit=limit, after=last, text=text)
+        sizes = [] if everyone or as_json or text else session_store.sizes()
         others = sum(each.sessions for each in sizes if each.namespace != namespace)
     if as_json:
         print_json([listed(row) for row in rows])
@@ -119,8 +119,8 @@ def ls(
     for level, row in as_tree(rows):
         whose = f"  {words.quoted(row.namespace)}" if everyone else ""
         model = f"  {words.quoted(row.model)}" if row.model else ""
-        told = origin_line(row.origin)
-        origin = f"  ({told})" if told else ""
+        note = origin_line(row.origin)
+        origin = f"  ({note})" if note else ""
         turns, tokens = words.count(row.depth, "turn"), words.count(row.tokens, "token") if row.tokens else ""
         line = f"{turns:>10} {tokens:>14}  {words.moment(row.updated)}{whose}{model}  {'  ' * level}"
         terminal.write(f"{line}{words.quoted(row.name)}{origin}\n")
@@ -185,11 +185,11 @@ def sizes(store: StoreFolder = None, as_json: Json = False) -> None:
     from perdure.cli.runtime import sessions_in
 
     with sessions_in(store, readonly=True) as sessions:
-        found = sessions.store.sizes()
+        sizes = sessions.store.sizes()
     if as_json:
-        print_json([asdict(each) for each in found])
+        print_json([asdict(each) for each in sizes])
         return
-    for each in found:
+    for each in sizes:
         name = words.quoted(each.namespace) if each.namespace else "(no key)"
         counts = f"{words.count(each.sessions, 'session')}, {words.count(each.turns, 'turn')}"
         typer.echo(f"{name:<24}  {counts:<28}  {words.size(each.nbytes)}")
@@ -309,13 +309,13 @@ def rm(
 
     with sessions_in(store, readonly=False) as sessions:
         # All are looked up first: a wrong name deletes none.
-        found = [sessions.store.find(namespace, name).name for name in dict.fromkeys(names)]
-        shown = ", ".join(map(words.quoted, found))
+        removed = [sessions.store.find(namespace, name).name for name in dict.fromkeys(names)]
+        shown = ", ".join(map(words.quoted, removed))
         if not yes:
             typer.confirm(f"Forget {shown}?", abort=True, err=True)
-        for name in found:
+        for name in removed:
             sessions.delete(name, namespace)
-    tell(as_json, f"forgot {shown}", {"removed": found})
+    tell(as_json, f"forgot {shown}", {"removed": removed})
 
 
 # `perdure sessions sleep`, `wake` and `verify`: state on disk, and whether it is sound.
@@ -366,15 +366,15 @@ def wake(
     with awake(store, model, name, namespace) as (_, session):
         plan = session.plan_wake()
         facts = {"tiers": dict(plan.tiers), "compute": plan.computed, "bytes": plan.nbytes}
-        told = f"{words.quoted(name)}: {words.sources(plan.tiers, plan.computed)}; {words.size(plan.nbytes)}"
+        line = f"{words.quoted(name)}: {words.sources(plan.tiers, plan.computed)}; {words.size(plan.nbytes)}"
         if not plan_only:
             started = time.monotonic()
             report = session.wake()
             took = time.monotonic() - started
             facts |= {"tiers": dict(report.tiers), "compute": report.computed, "seconds": took}
             sources = words.sources(report.tiers, report.computed)
-            told = f"{words.quoted(name)} woke in {words.milliseconds(took)}: {sources}"
-    tell(as_json, told, {**figures(session), **facts})
+            line = f"{words.quoted(name)} woke in {words.milliseconds(took)}: {sources}"
+    tell(as_json, line, {**figures(session), **facts})
 
 
 def verify(store: StoreFolder = None, as_json: Json = False) -> None:
@@ -390,15 +390,15 @@ def verify(store: StoreFolder = None, as_json: Json = False) -> None:
 
     folder = session_folder(store)
     with working("Reading") as progress:
-        found = verify_store(folder, progress)
+        verification = verify_store(folder, progress)
     if as_json:
-        print_json(found.plain())
+        print_json(verification.plain())
     else:
-        for line in lines(found):
+        for line in lines(verification):
             terminal.write_line(line)
-    if not found.sound:
+    if not verification.sound:
         # What could be looked at was all right: somebody who has the store open is no damage.
-        raise typer.Exit(_IN_USE if found.unread and replace(found, unread="").sound else 1)
+        raise typer.Exit(_IN_USE if verification.unread and replace(verification, unread="").sound else 1)
 
 
 @contextmanager
@@ -418,30 +418,30 @@ def awake(
 # What `perdure sessions verify` and `perdure cache verify` print.
 
 
-def lines(found: Verification) -> Iterator[str]:
+def lines(verification: Verification) -> Iterator[str]:
     """What was found in a store, for a terminal."""
     from perdure.cli.output import words
     from perdure.sessions.store.registry import FOUND
 
     yield (
-        f"{words.count(found.sessions, 'session')}, {words.count(found.turns, 'turn')}, "
-        f"{found.memories} memories: {len(found.damaged)} damaged"
+        f"{words.count(verification.sessions, 'session')}, {words.count(verification.turns, 'turn')}, "
+        f"{verification.memories} memories: {len(verification.damaged)} damaged"
     )
-    yield from (f"  {what}: {why}" for what, why in found.damaged)
-    if found.database:
-        yield f"the database of sessions is damaged: {found.database}"
-    if found.repair is not None:
-        kept = found.repair
+    yield from (f"  {what}: {why}" for what, why in verification.damaged)
+    if verification.database:
+        yield f"the database of sessions is damaged: {verification.database}"
+    if verification.repair is not None:
+        repair = verification.repair
         yield (
-            f"kept {words.count(kept.sessions, 'session')}, {words.count(kept.turns, 'turn')} and "
-            f"{kept.memories} memories; the damaged database is {kept.aside.name} now"
+            f"kept {words.count(repair.sessions, 'session')}, {words.count(repair.turns, 'turn')} and "
+            f"{repair.memories} memories; the damaged database is {repair.aside.name} now"
         )
-        yield from (f"  {what}" for what in kept.cut)
-        if kept.found:
+        yield from (f"  {what}" for what in repair.cut)
+        if repair.found:
             yield f"  turns whose session is not known are in the namespace {FOUND!r}"
-    if found.not_repaired:
-        yield f"nothing was done about it: {found.not_repaired}"
-    blocks = found.blocks
+    if verification.not_repaired:
+        yield f"nothing was done about it: {verification.not_repaired}"
+    blocks = verification.blocks
     if blocks is not None:
         yield (
             f"{words.count(blocks.blocks, 'block')}, {blocks.nbytes} bytes: {blocks.missing} missing, "
@@ -450,11 +450,11 @@ def lines(found: Verification) -> Iterator[str]:
         )
         if blocks.rebuilt:
             yield "the index of blocks was damaged and has been rebuilt; labels were lost with it"
-    if found.unread:
-        yield f"blocks were not looked at: {found.unread}"
-    if found.sound:
+    if verification.unread:
+        yield f"blocks were not looked at: {verification.unread}"
+    if verification.sound:
         yield "all is well"
-    elif not found.damaged and not found.database and not found.unread:
+    elif not verification.damaged and not verification.database and not verification.unread:
         yield "sessions are whole; state that is gone is computed anew when it is needed"
 
 

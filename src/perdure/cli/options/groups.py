@@ -51,12 +51,12 @@ class EngineOptions:
     @property
     def adapters(self) -> dict[str, float] | None:
         """As a keyword of `perdure.open`; None where none was given."""
-        given = [*(self.lora or ()), *(self.control_vector or ())]
-        if not given:
+        adapters = [*(self.lora or ()), *(self.control_vector or ())]
+        if not adapters:
             return None
         from perdure.engine.adapters import absolute_scales, parse_scaled
 
-        return absolute_scales(dict(map(parse_scaled, given)))
+        return absolute_scales(dict(map(parse_scaled, adapters)))
 
     @property
     def loading(self) -> PlacementKeywords:
@@ -98,22 +98,22 @@ class SamplingOptions:
 
     def given(self) -> dict[str, Any]:
         """What was chosen besides `max_tokens`, checked before a model is loaded."""
-        given: dict[str, Any] = {}
+        chosen: dict[str, Any] = {}
         for name, option in REPLY_OPTIONS.items():
             value = getattr(self, name)
             if name == "max_tokens":
                 continue
             # An option that may come several times and did not is an empty list, or an empty tuple.
             if value is not None and value != [] and value != ():
-                given[name] = option.gather(value) if isinstance(value, (list, tuple)) else value
-        Sampling(**{name: value for name, value in given.items() if name in options_of(Sampling)})
+                chosen[name] = option.gather(value) if isinstance(value, (list, tuple)) else value
+        Sampling(**{name: value for name, value in chosen.items() if name in options_of(Sampling)})
         for name, option in REPLY_OPTIONS.items():
             if name not in options_of(Sampling) and (value := getattr(self, name)) is not None:
                 try:
                     option.check(value)
                 except InvalidInputError as error:
                     raise typer.BadParameter(str(error)) from None
-        return given
+        return chosen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,10 +145,10 @@ def unfolded(command: Callable[..., None]) -> Callable[..., None]:
 
     # Any: typer calls it with the options of the signature below.
     @wraps(command)
-    def folded(**given: Any) -> None:
+    def folded(**arguments: Any) -> None:
         for name, kind in groups.items():
-            given[name] = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
-        command(**given)
+            arguments[name] = kind(**{field.name: arguments.pop(field.name) for field in fields(kind)})
+        command(**arguments)
 
     folded.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     folded.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -231,18 +231,18 @@ def loading(
     cpu_experts: str | None = None,
 ) -> PlacementKeywords:
     """What was chosen, as keywords of `perdure.Model` and `perdure.open`."""
-    found: PlacementKeywords = {}
+    placement: PlacementKeywords = {}
     if gpu_layers is not None:
-        found["gpu_layers"] = "auto" if gpu_layers == "auto" else int(gpu_layers)
+        placement["gpu_layers"] = "auto" if gpu_layers == "auto" else int(gpu_layers)
     if devices:
-        found["devices"] = tuple(devices)
+        placement["devices"] = tuple(devices)
     if tensor_split is not None:
-        found["tensor_split"] = tuple(float(share) for share in tensor_split.split(","))
+        placement["tensor_split"] = tuple(float(share) for share in tensor_split.split(","))
     if not kv_offload:
-        found["kv_offload"] = False
+        placement["kv_offload"] = False
     if cpu_experts is not None:
-        found["cpu_experts"] = _count(cpu_experts)
-    return found
+        placement["cpu_experts"] = _count(cpu_experts)
+    return placement
 
 
 def _count(text: str) -> int | Literal["all", "auto"]:

@@ -27,10 +27,10 @@ def session_names(context: typer.Context, incomplete: str) -> list[str]:
         from perdure.cli.runtime import session_store_in
 
         store, namespace = context.params.get("store"), context.params.get("namespace")
-        with session_store_in(Path(store) if store else None) as kept:
-            rows = kept.list(namespace or "", limit=_MANY)
-        given = context.params.get("names") or ()
-        return (row.name for row in rows if row.name not in given)
+        with session_store_in(Path(store) if store else None) as session_store:
+            rows = session_store.list(namespace or "", limit=_MANY)
+        named = context.params.get("names") or ()
+        return (row.name for row in rows if row.name not in named)
 
     return _completed(find, incomplete)
 

@@ -68,13 +68,13 @@ def _bar(console: Console, name: str) -> Iterator[Progress]:
 
 @contextmanager
 def _lines(console: Console, name: str) -> Iterator[Progress]:
-    told = -1
+    last_tenths = -1
 
     def report(done: int, total: int | None) -> None:
-        nonlocal told
+        nonlocal last_tenths
         tenths = done * 10 // total if total else 0
-        if tenths != told:
-            told = tenths
+        if tenths != last_tenths:
+            last_tenths = tenths
             of = f" of {decimal(total)}" if total else ""
             console.print(
                 f"Fetching {name}: {decimal(done)}{of}", highlight=False, markup=False, soft_wrap=True

@@ -156,8 +156,8 @@ class Markdown:
         return self._given()
 
     def _given(self) -> str:
-        given, self._out = "".join(self._out), []
-        return given
+        text, self._out = "".join(self._out), []
+        return text
 
     # Lines.
 
@@ -179,21 +179,21 @@ class Markdown:
             else:
                 self._code = self._fence
             self._restyle()
-        elif found := _FENCE.match(line):
-            self._fence, self._verbatim, self._quote = found[1], True, True
+        elif match := _FENCE.match(line):
+            self._fence, self._verbatim, self._quote = match[1], True, True
             self._restyle()
         elif _TABLE.match(line):
             self._verbatim = True
-        elif found := _HEADING.match(line):
-            self._heading, line = True, line[found.end() :]
+        elif match := _HEADING.match(line):
+            self._heading, line = True, line[match.end() :]
             self._restyle()
-        elif found := _ITEM.match(line):
-            mark = found[2] if found[2][0].isdigit() else "•"
-            self._put_all(f"{found[1]}{mark} ")
-            self._column = self._indent = cell_len(found[1]) + len(mark) + 1
-            line = line[found.end() :]
-        elif found := _QUOTE.match(line):
-            self._quote, line = True, line[found.end() :]
+        elif match := _ITEM.match(line):
+            mark = match[2] if match[2][0].isdigit() else "•"
+            self._put_all(f"{match[1]}{mark} ")
+            self._column = self._indent = cell_len(match[1]) + len(mark) + 1
+            line = line[match.end() :]
+        elif match := _QUOTE.match(line):
+            self._quote, line = True, line[match.end() :]
             self._restyle()
             self._put("│")
         elif _RULE.fullmatch(line):
@@ -264,13 +264,13 @@ class Markdown:
         self._before = marks[-1]
 
     def _style(self) -> str:
-        wanted = {
+        codes = {
             _BOLD: self._bold or self._heading,
             _DIM: self._quote,
             _ITALIC: self._italic,
             _CODE: bool(self._code),
         }
-        return ";".join(code for code, on in wanted.items() if on)
+        return ";".join(code for code, on in codes.items() if on)
 
     def _restyle(self) -> None:
         style = self._style()

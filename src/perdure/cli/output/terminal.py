@@ -148,12 +148,12 @@ def _keys(*, shown: bool) -> Iterator[None]:
     except (termios.error, AttributeError, OSError, ValueError):
         yield
         return
-    wanted = list(before)
+    attributes = list(before)
     if shown:
-        wanted[3] |= termios.ECHO | termios.ICANON
+        attributes[3] |= termios.ECHO | termios.ICANON
     else:
-        wanted[3] &= ~(termios.ECHO | termios.ICANON)
-    termios.tcsetattr(keys, termios.TCSANOW, wanted)
+        attributes[3] &= ~(termios.ECHO | termios.ICANON)
+    termios.tcsetattr(keys, termios.TCSANOW, attributes)
     try:
         yield
     finally:
@@ -218,7 +218,7 @@ def wrapped(text: str, stream: TextIO | None = None, *, indent: int | None = Non
     if not columns or all(cell_len(line) < columns for line in lines):
         return text
     second = [re.match(r"\S.*?  +(?=\S)|", line) for line in lines]
-    hangs = [indent if indent is not None else len(found[0]) if found else 0 for found in second]
+    hangs = [indent if indent is not None else len(match[0]) if match else 0 for match in second]
     return "\n".join(
         textwrap.fill(
             line,

@@ -68,11 +68,11 @@ def effort(reply: ChatReply) -> str:
 
 def guesses(timings: Timings) -> str:
     """What became of tokens that were forced or guessed, behind other words; nothing where none were."""
-    said = f", {timings.forced_tokens} forced" if timings.forced_tokens else ""
+    text = f", {timings.forced_tokens} forced" if timings.forced_tokens else ""
     if timings.drafted_tokens:
-        said += f", {timings.accepted_tokens} of {timings.drafted_tokens} guesses right"
-        said += f" ({timings.gain:.2f} times as fast)" if timings.saved else ""
-    return said
+        text += f", {timings.accepted_tokens} of {timings.drafted_tokens} guesses right"
+        text += f" ({timings.gain:.2f} times as fast)" if timings.saved else ""
+    return text
 
 
 def _known(tiers: Mapping[str, int]) -> list[str]:

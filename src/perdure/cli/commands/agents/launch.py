@@ -282,14 +282,14 @@ def _target(url: str | None, key: str | None, model: str | None, folder: Path, *
         command = system.isolated_python("-m", "perdure.cli", "start", *([model] if model else []))
         if subprocess.run(command, check=False).returncode:
             raise PerdureError("the server did not start; its log says why")
-    found = ask("/v1/machine", url, key)["models"][0]
+    entry = ask("/v1/machine", url, key)["models"][0]
     running = current()
     address = url or (running.address if running is not None else "")
     return Target(
         url=address.rstrip("/"),
         key=key or _NO_KEY,
-        model=str(found["id"]),
-        n_ctx=int(found["n_ctx"]),
+        model=str(entry["id"]),
+        n_ctx=int(entry["n_ctx"]),
         folder=folder,
     )
 

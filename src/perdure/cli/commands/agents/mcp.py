@@ -58,8 +58,8 @@ def tools(url: str | None, key: str | None) -> MCPServer:
     server = MCPServer("perdure", instructions=_ABOUT, version=perdure.__version__, log_level="ERROR")
 
     async def call(path: str, body: dict[str, Any] | None = None, **query: object) -> dict[str, Any]:
-        given = {name: value for name, value in query.items() if value is not None}
-        whole = f"{path}?{urlencode(given)}" if given else path
+        parameters = {name: value for name, value in query.items() if value is not None}
+        whole = f"{path}?{urlencode(parameters)}" if parameters else path
         return await _in_thread(lambda: ask(whole, url, key, body=body, seconds=_SEARCH))
 
     async def _in_thread(work: Callable[[], T]) -> T:
@@ -119,10 +119,10 @@ def tools(url: str | None, key: str | None) -> MCPServer:
     @server.tool()
     async def why(request: int | None = None) -> dict[str, Any]:
         """Say why tokens of a request were computed again: of the latest, or of one by its number."""
-        found = await call("/v1/requests", limit=1, before=None if request is None else request + 1)
-        if not found["data"] or (request is not None and found["data"][0]["number"] != request):
+        listing = await call("/v1/requests", limit=1, before=None if request is None else request + 1)
+        if not listing["data"] or (request is not None and listing["data"][0]["number"] != request):
             raise ToolError("there is no such request; the latest 200 are listed")
-        entry: dict[str, Any] = found["data"][0]
+        entry: dict[str, Any] = listing["data"][0]
         return entry
 
     return server

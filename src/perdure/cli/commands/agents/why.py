@@ -41,26 +41,26 @@ def why(
     from perdure.errors import PerdureError
 
     before = "" if request is None else f"&before={request + 1}"
-    found = ask(f"/v1/requests?limit=1{before}", url, key)["data"]
-    if not found or (request is not None and found[0]["number"] != request):
+    requests = ask(f"/v1/requests?limit=1{before}", url, key)["data"]
+    if not requests or (request is not None and requests[0]["number"] != request):
         raise PerdureError("there is no such request; `GET /v1/requests` lists the latest 200")
     if as_json:
-        print_json(found[0])
+        print_json(requests[0])
         return
-    _show(found[0])
+    _show(requests[0])
 
 
 def report(url: Url = None, key: Key = None, as_json: Json = False) -> None:
     """Show what the cache saved in a week. And what was computed again, by cause and client."""
     from perdure.cli.output import terminal
 
-    found = ask("/v1/report", url, key)
+    report = ask("/v1/report", url, key)
     if as_json:
-        print_json(found)
+        print_json(report)
         return
     rows: list[list[str]] = []
     week: dict[str, Any] = {**dict.fromkeys(_SUMS, 0), "written_bytes": None, "misses": {}}
-    for day in found["days"]:
+    for day in report["days"]:
         for name in _SUMS:
             week[name] += day[name]
         if day["written_bytes"] is not None:
@@ -90,13 +90,13 @@ def _day(name: str, sums: dict[str, Any]) -> list[str]:
     return [name, f"{sums['requests']:,}", f"{reused:,}", share, f"{computed:,}", hours, size]
 
 
-def _show(found: dict[str, Any]) -> None:
+def _show(request: dict[str, Any]) -> None:
     from perdure.cli.output import terminal
 
-    reuse, miss = found["reuse"], found["miss"]
+    reuse, miss = request["reuse"], request["miss"]
     tiers = ", ".join(f"{count:,} from {tier}" for tier, count in reuse["tiers"].items()) or "none"
-    asked = f"request {found['number']}" + (f" of {found['agent']}" if found["agent"] else "")
-    terminal.write_line(f"{asked}: reused {tiers}; computed {reuse['computed']:,} tokens")
+    title = f"request {request['number']}" + (f" of {request['agent']}" if request["agent"] else "")
+    terminal.write_line(f"{title}: reused {tiers}; computed {reuse['computed']:,} tokens")
     if miss is None:
         terminal.write_line("Only new tokens were computed.")
         return
@@ -132,8 +132,8 @@ def ask(
         headers["Content-Type"] = "application/json"
     try:
         with urlopen(Request(url.rstrip("/") + path, data, headers), timeout=seconds) as answer:
-            found: dict[str, Any] = json.load(answer)
-            return found
+            reply: dict[str, Any] = json.load(answer)
+            return reply
     except HTTPError as error:
         raise PerdureError(
             f"{url} answered {error.code}: {error.read(500).decode('utf-8', 'replace')}"

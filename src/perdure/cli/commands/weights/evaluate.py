@@ -109,26 +109,26 @@ def evaluate(
                 progress=progress,
             )
 
-    found = [one(name) for name in names]
-    labels = [_label(each) for each in found]
+    evaluations = [one(name) for name in names]
+    labels = [_label(each) for each in evaluations]
     if types:
         with _quantised(file_of(names[0]), types.split(","), threads) as made:
             for kind, path in made:
-                found.append(one(str(path)))
+                evaluations.append(one(str(path)))
                 labels.append(kind)
     if out:
-        write_report(found[0], out)
-    compared = bool(pair) or len(found) > 1
-    differences = [compare(found[0], other) for other in found[1:]] if compared else []
+        write_report(evaluations[0], out)
+    compared = bool(pair) or len(evaluations) > 1
+    differences = [compare(evaluations[0], other) for other in evaluations[1:]] if compared else []
     if as_json:
-        facts: dict[str, Any] = {"evaluations": [_facts(each) for each in found]}
+        facts: dict[str, Any] = {"evaluations": [_facts(each) for each in evaluations]}
         if pair:
             facts["differences"] = [
                 dataclasses.asdict(each) | {"certain": each.certain} for each in differences[0]
             ]
         print_json(facts)
         return
-    _table(found, labels, differences)
+    _table(evaluations, labels, differences)
 
 
 @contextmanager
@@ -170,7 +170,9 @@ def _facts(evaluation: Evaluation) -> dict[str, Any]:
     }
 
 
-def _table(found: Sequence[Evaluation], labels: Sequence[str], differences: Sequence[Sequence[Any]]) -> None:
+def _table(
+    evaluations: Sequence[Evaluation], labels: Sequence[str], differences: Sequence[Sequence[Any]]
+) -> None:
     from rich.filesize import decimal
 
     from perdure.cli.output.terminal import write_columns
@@ -178,7 +180,7 @@ def _table(found: Sequence[Evaluation], labels: Sequence[str], differences: Sequ
     rows: list[tuple[str, ...]] = [
         ("measure", "value", "95% interval", "of", "against the first", "size", "model")
     ]
-    for at, (each, label) in enumerate(zip(found, labels, strict=True)):
+    for at, (each, label) in enumerate(zip(evaluations, labels, strict=True)):
         against = {difference.kind: difference for difference in differences[at - 1]} if at else {}
         for kind, figure in each.metrics.items():
             rows.append(

@@ -245,31 +245,31 @@ def compare(
     from perdure.files.compare import compare as compare_files
 
     with working("Comparing") as progress:
-        found = compare_files(file_of(first), file_of(second), progress=progress)
+        comparison = compare_files(file_of(first), file_of(second), progress=progress)
     if as_json:
-        print_json(dataclasses.asdict(found) | {"same_tensors": found.same_tensors})
+        print_json(dataclasses.asdict(comparison) | {"same_tensors": comparison.same_tensors})
     else:
-        _show(found, everything)
-    if not found.same_tensors:
+        _show(comparison, everything)
+    if not comparison.same_tensors:
         raise typer.Exit(1)
 
 
-def _show(found: Comparison, everything: bool) -> None:
+def _show(comparison: Comparison, everything: bool) -> None:
     from perdure.cli.output.terminal import write, write_columns
 
     for what, names in (
-        ("only in A", found.only_first),
-        ("only in B", found.only_second),
-        ("of another shape", found.other_shape),
+        ("only in A", comparison.only_first),
+        ("only in B", comparison.only_second),
+        ("of another shape", comparison.other_shape),
     ):
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             write(f"{len(names)} tensors {what}: {', '.join(names[:5])}{more}\n")
-    for key, (a, b) in found.metadata.items():
+    for key, (a, b) in comparison.metadata.items():
         write(f"{key}: {'-' if a is None else a} → {'-' if b is None else b}\n")
-    apart = [each for each in found.tensors if not each.same_bytes]
-    write(f"{len(found.tensors) - len(apart)} tensors have the same bytes, {len(apart)} differ\n")
-    shown = list(found.tensors) if everything else sorted(apart, key=lambda each: -each.relative)[:_MOST]
+    apart = [each for each in comparison.tensors if not each.same_bytes]
+    write(f"{len(comparison.tensors) - len(apart)} tensors have the same bytes, {len(apart)} differ\n")
+    shown = list(comparison.tensors) if everything else sorted(apart, key=lambda each: -each.relative)[:_MOST]
     if shown:
         rows = [("relative error", "largest", "cosine", "types", "tensor")]
         for each in shown:

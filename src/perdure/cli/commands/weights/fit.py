@@ -70,46 +70,46 @@ def fit(
         raise typer.Exit(1)
 
 
-def _plain(found: Fit) -> dict[str, Any]:
+def _plain(fit: Fit) -> dict[str, Any]:
     return {
-        "name": found.name,
-        "verdict": found.verdict,
-        "options": found.options,
-        "weights": found.weights,
-        "machine": {**dataclasses.asdict(found.machine), "free": found.room.machine},
-        "device": {**dataclasses.asdict(found.device), "free": found.room.device},
-        "reasons": list(found.reasons),
+        "name": fit.name,
+        "verdict": fit.verdict,
+        "options": fit.options,
+        "weights": fit.weights,
+        "machine": {**dataclasses.asdict(fit.machine), "free": fit.room.machine},
+        "device": {**dataclasses.asdict(fit.device), "free": fit.room.device},
+        "reasons": list(fit.reasons),
     }
 
 
-def _show(found: Fit, name: str) -> None:
+def _show(fit: Fit, name: str) -> None:
     from rich.filesize import decimal
 
     from perdure.cli.output import terminal
     from perdure.cli.output.terminal import write_columns
 
-    said = {"fits": "fits", "tight": "is tight", "not": "does not fit"}[found.verdict]
-    terminal.write(f"{terminal.harmless(found.name)} {said}.\n\n")
+    verdict = {"fits": "fits", "tight": "is tight", "not": "does not fit"}[fit.verdict]
+    terminal.write(f"{terminal.harmless(fit.name)} {verdict}.\n\n")
     rows: list[tuple[str, ...]] = [("", "weights", "K/V", "buffers", "in all", "free")]
-    places = [("memory", found.machine, found.room.machine)]
-    if found.room.device:
-        places.append(("GPU", found.device, found.room.device))
+    places = [("memory", fit.machine, fit.room.machine)]
+    if fit.room.device:
+        places.append(("GPU", fit.device, fit.room.device))
     for place, need, free in places:
         figures = (need.weights, need.cache, need.compute, need.total, free)
         rows.append((place, *map(decimal, figures)))
     write_columns(rows, right=frozenset({1, 2, 3, 4}))
     terminal.write("\n")
-    for reason in found.reasons:
+    for reason in fit.reasons:
         terminal.write(f"{reason[0].upper()}{reason[1:]}.\n")
-    if found.verdict != "not":
-        terminal.write(f"\nperdure serve {terminal.harmless(name)} {_options(found)}\n")
+    if fit.verdict != "not":
+        terminal.write(f"\nperdure serve {terminal.harmless(name)} {_options(fit)}\n")
 
 
-def _options(found: Fit) -> str:
+def _options(fit: Fit) -> str:
     """As options of the command, those that differ from its defaults."""
-    setup = found.setup
+    setup = fit.setup
     words = [f"--ctx {setup.n_ctx}", f"--slots {setup.slots}"]
-    if found.room.device:
+    if fit.room.device:
         words.append(f"--gpu-layers {setup.gpu_layers}")
     if setup.cpu_experts:
         words.append(f"--cpu-experts {setup.cpu_experts}")
@@ -184,11 +184,11 @@ def tune(
             tuning.forget(loaded)
             terminal.tell("Forgotten: this model is opened as usual.")
             return
-        found = tuning.tune(loaded, seconds=seconds, progress=say)
+        best = tuning.tune(loaded, seconds=seconds, progress=say)
     if as_json:
-        print_json(dataclasses.asdict(found))
+        print_json(dataclasses.asdict(best))
     else:
         terminal.write(
-            f"{found.threads} threads, steps of {found.n_batch} tokens, K/V in {found.k_type}: "
-            f"reply {found.reply:,.1f} tok/s, prompt {found.prompt:,.0f} tok/s. Remembered.\n"
+            f"{best.threads} threads, steps of {best.n_batch} tokens, K/V in {best.k_type}: "
+            f"reply {best.reply:,.1f} tok/s, prompt {best.prompt:,.0f} tok/s. Remembered.\n"
         )

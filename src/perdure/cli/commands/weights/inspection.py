@@ -48,13 +48,13 @@ def analyse(
     room = max(512, len(tokens or ()) + max_tokens + 1)
     with opened(model, ctx=room if tokens is None else None, slots=1, store=folder, model=loaded) as runtime:
         if tokens is None:
-            asked = [Message(role="user", content=what)]
-            prompt = None if raw else runtime.chat_format.prompt(asked)
+            messages = [Message(role="user", content=what)]
+            prompt = None if raw else runtime.chat_format.prompt(messages)
             tokens = loaded.tokenize(what) if prompt is None else list(prompt.transcript.tokens)
-        found = analyse_text(runtime, loaded, tokens, title=what[:200], max_tokens=max_tokens)
+        analysis = analyse_text(runtime, loaded, tokens, title=what[:200], max_tokens=max_tokens)
     with atomic_write(output) as file:
-        file.write(page_of(found).encode())
-    for note in found.notes:
+        file.write(page_of(analysis).encode())
+    for note in analysis.notes:
         terminal.note(note)
     terminal.tell(f"Wrote {output}.")
 
@@ -95,12 +95,12 @@ def vectors(
     from perdure.errors import InvalidInputError
     from perdure.inspection.vectors import Method, directions, read_pairs, write_vector
 
-    found = read_pairs(pairs)
+    examples = read_pairs(pairs)
     loaded = terminal.load(model)
     if not isinstance(loaded, Model):
         raise InvalidInputError("control vectors are made with models on llama.cpp")
     with loaded:
         with working("Reading pairs") as progress:
-            rows = directions(loaded, found, method=cast(Method, method), progress=progress)
+            rows = directions(loaded, examples, method=cast(Method, method), progress=progress)
         write_vector(output, rows, loaded.info.architecture)
-    terminal.tell(f"Wrote {output}: {len(rows)} layers, from {len(found)} pairs.")
+    terminal.tell(f"Wrote {output}: {len(rows)} layers, from {len(examples)} pairs.")

@@ -106,8 +106,8 @@ def train(
             each for messages in chats for each in from_messages(opened, template, messages, plan.longest)
         ]
         if pairs:
-            found = [pair_of(opened, template, pair, plan.longest) for pair in judged]
-            examples = [pair for pair in found if pair is not None]
+            tokenised = [pair_of(opened, template, pair, plan.longest) for pair in judged]
+            examples = [pair for pair in tokenised if pair is not None]
     finally:
         opened.close()
     with working("Training") as bar:
