@@ -53,7 +53,7 @@ def test_a_turn_that_is_lost_is_seen(
     zoo_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted: turns that are written, but to which the session does not lead."""
-    monkeypatch.setattr(SqliteStore, "_move", lambda self, session, before, head: None)
+    monkeypatch.setattr(SqliteStore, "_move", lambda self, row, at: None)
     with pytest.raises(AssertionError):
         live(subjects.find("toy-full", zoo_path), examples=400, steps=30, phases=[Phase.generate])
 

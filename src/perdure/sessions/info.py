@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ _DIGITS = 9
 """Of the number of a turn in an address, at most."""
 NAME_LENGTH = 200
 """Characters of a session's name, at most."""
+_CONTROL, _SURROGATE = re.compile("[\x00-\x1f\x7f]"), re.compile("[\ud800-\udfff]")
 
 
 def name_problem(name: str) -> str | None:
@@ -26,9 +28,9 @@ def name_problem(name: str) -> str | None:
     if "/" in name:
         other = name[:60].replace("/", "-")
         return f"a session's name has no slash, which would end it in an address: {other!r} would do"
-    if any(ord(letter) < 32 or ord(letter) == 127 for letter in name):
+    if _CONTROL.search(name):
         return "a session's name is one line without control characters"
-    if any(0xD800 <= ord(letter) < 0xE000 for letter in name):
+    if _SURROGATE.search(name):
         return "a session's name is valid Unicode"
     return None
 

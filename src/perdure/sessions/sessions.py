@@ -41,6 +41,8 @@ _SAVED_AT_ONCE = 256
 _EXPIRED_AT_ONCE = 4
 _AT_HAND, _AT_HAND_BYTES = 64, 32 << 20
 """Sessions whose turns stay in memory when nobody holds them."""
+_WEIGHED_EVERY = 4
+"""Sessions that are opened between two weighings, while all weigh less than half of that."""
 
 
 class Sessions(Closing):
@@ -73,6 +75,7 @@ class Sessions(Closing):
         self._open: weakref.WeakValueDictionary[tuple[str, str], Session] = weakref.WeakValueDictionary()
         self._at_hand: OrderedDict[tuple[str, str], tuple[Session, int]] = OrderedDict()
         """Each with the bytes of its origin."""
+        self._weighed, self._opened_since = 0, 0
         self._began = time.time(), time.monotonic()
 
     def close(self) -> None:
@@ -425,9 +428,18 @@ class Sessions(Closing):
         """Keep a session in memory, and let those go that were not asked for the longest. A stored response
         has its whole request in its origin: one that is large by itself is read again each time."""
         before, nbytes = self._at_hand.pop(key, (None, 0))
-        self._at_hand[key] = session, nbytes if before is session else _weight(session.origin)
-        while (kept := self.at_hand)[0] > _AT_HAND or kept[1] > _AT_HAND_BYTES:
+        if before is not session:
+            nbytes = _weight(session.origin)
+            self._weighed += nbytes
+        self._at_hand[key] = session, nbytes
+        if len(self._at_hand) > _AT_HAND:
             self._at_hand.popitem(last=False)
+        self._opened_since += 1
+        if self._opened_since < _WEIGHED_EVERY and self._weighed < _AT_HAND_BYTES // 2:
+            return
+        while (weighed := self.at_hand[1]) > _AT_HAND_BYTES:
+            self._at_hand.popitem(last=False)
+        self._weighed, self._opened_since = weighed, 0
 
     @property
     def at_hand(self) -> tuple[int, int]:
@@ -440,7 +452,7 @@ def _weight(value: Any) -> int:
     """About how many bytes of memory a JSON value takes."""
     if isinstance(value, str):
         return 56 + len(value)
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return 64 + sum(_weight(name) + _weight(each) for name, each in value.items())
     return 64 + sum(map(_weight, value)) if isinstance(value, (list, tuple)) else 32
 

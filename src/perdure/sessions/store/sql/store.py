@@ -23,6 +23,7 @@ from perdure.sessions.store.base import RESPONSE, UNLISTED, NamespaceSize, Quota
 from perdure.sessions.store.sql.database import Check, Database, Dialect, Numbers
 from perdure.sessions.store.sql.tables import (
     ADVICE,
+    INSERT_SESSION,
     MEMORY,
     SESSION,
     SESSION_COLUMNS,
@@ -32,6 +33,7 @@ from perdure.sessions.store.sql.tables import (
     TurnTable,
     Value,
     check_session,
+    invalid_text,
     json_text,
     proved_session,
     read_tree,
@@ -42,7 +44,7 @@ from perdure.sessions.store.sql.tables import (
 )
 from perdure.sessions.turn import FIRST, Turn
 
-_HEAD, _UPDATED = SESSION_COLUMNS.index("head"), SESSION_COLUMNS.index("updated")
+_NAMESPACE, _HEAD, _UPDATED = map(SESSION_COLUMNS.index, ("namespace", "head", "updated"))
 _SEARCHED = 64
 """Sessions that a search reads at a time."""
 
@@ -120,25 +122,24 @@ class SqlStore:
             raise SessionExistsError(
                 f"there is a session {name!r} already: choose another name, or delete it"
             )
-        if head is not None:
-            self._turns.check(head, digest)
+        at = self._turns.check(head, digest) if head is not None else None
         for turn in turns:
-            head = self._add_turn(namespace, head, turn)
+            at = self._add_turn(namespace, at, turn)
+        assert at is not None, "a session stands at a turn"
         self._count(namespace, sessions=1)
-        number, now = self._numbers.next("session"), time.time()
-        self._db.run(
-            f"INSERT INTO session ({', '.join(SESSION_COLUMNS)}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            number,
+        now = time.time()
+        row: builtins.list[Value] = [
+            self._numbers.next("session"),
             namespace,
             name,
             kind,
-            head,
+            at.head,
             json_text(dict(settings)),
             json_text(dict(origin)),
             now if created is None else created,
             now if updated is None else updated,
-        )
-        self._write_checksum(number)
+        ]
+        self._db.run(INSERT_SESSION, *row, row_checksum(*row, at.depth, at.digest))
         info = self._find(namespace, name)
         assert info is not None
         return info
@@ -200,35 +201,32 @@ class SqlStore:
         """
         with self._writing(session.namespace):
             self._fence(session)
-            before = self._standing(session, expected)
+            row = self._standing(session, expected)
             if follower is not None:
                 self._fence(follower)
             following = self._standing(follower, expected) if follower is not None else None
+            at = self._turns.check(parent, turns[0].before)
             numbers: builtins.list[int] = []
             for turn in turns:
-                parent = self._add_turn(session.namespace, parent, turn)
-                numbers.append(parent)
-            self._move(session, before, parent)
-            if follower is not None and following is not None:
-                self._move(follower, following, parent)
+                at = self._add_turn(session.namespace, at, turn)
+                numbers.append(at.head)
+            self._move(row, at)
+            if following is not None:
+                self._move(following, at)
             return numbers
 
     def note(self, session: SessionInfo, origin: Mapping[str, Any]) -> SessionInfo:
         """Write down something else of where a session comes from."""
         with self._writing(session.namespace):
-            number = session.number
-            self._standing(session)
-            self._db.run("UPDATE session SET origin = ? WHERE number = ?", json_text(dict(origin)), number)
-            self._write_checksum(number)
+            self._update(self._standing(session), origin=json_text(dict(origin)))
             return proved_session(self._row(session))
 
     def move(self, session: SessionInfo, head: int, *, digest: bytes, expected: int) -> None:
         """Let a session stand at another turn. Refused as `add` is."""
         with self._writing(session.namespace):
             self._fence(session)
-            before = self._standing(session, expected)
-            self._turns.check(head, digest)
-            self._move(session, before, head)
+            row = self._standing(session, expected)
+            self._move(row, self._turns.check(head, digest))
 
     def delete(self, session: SessionInfo) -> None:
         with self._writing(session.namespace):
@@ -383,11 +381,13 @@ class SqlStore:
     def bring_memory(self, memory: SessionMemory, turns: Sequence[Turn], *, head: int | None) -> None:
         """A memory of another store, whose turn is number `head` of this one, or the last of `turns`."""
         with self._writing(memory.namespace):
+            before = turns[0].before if turns else memory.digest
+            at = self._turns.check(head, before) if head is not None else None
             for turn in turns:
-                head = self._add_turn(memory.namespace, head, turn)
-            assert head is not None
-            self._turns.check(head, memory.digest)
-            for last in self._memories.bring(memory, head):
+                at = self._add_turn(memory.namespace, at, turn)
+            assert at is not None
+            self._turns.check(at.head, memory.digest)
+            for last in self._memories.bring(memory, at.head):
                 self._prune(memory.namespace, last)
 
     def store_id(self) -> str:
@@ -429,9 +429,12 @@ class SqlStore:
     def _writing(self, namespace: str) -> Iterator[None]:
         """A change of a namespace: a transaction that sees what the changes before it have done."""
         self._check.refuse_damaged()
-        with valid_text(), self._db.writing():
-            self._lock_namespace(namespace)
-            yield
+        try:
+            with self._db.writing():
+                self._lock_namespace(namespace)
+                yield
+        except UnicodeEncodeError as error:
+            raise invalid_text(error) from None
 
     def _lock_namespace(self, namespace: str) -> None:
         """Have changes of a namespace follow each other, where the database does not see to that itself."""
@@ -449,14 +452,13 @@ class SqlStore:
             raise CorruptStateError(f"another session is found in the place of {name!r}: {ADVICE}")
         return found
 
-    def _standing(self, session: SessionInfo, expected: int | None = None) -> tuple[int, float]:
-        """The turn at which that very session stands now, and when it was last changed."""
+    def _standing(self, session: SessionInfo, expected: int | None = None) -> Sequence[Any]:
+        """The row of that very session as it is now, proved."""
         row = self._row(session)
         check_session(row, f": {ADVICE}")
-        head, updated = row[_HEAD], row[_UPDATED]
-        if expected is not None and head != expected:
+        if expected is not None and row[_HEAD] != expected:
             raise SessionError(f"session {session.name!r} was changed meanwhile: nothing was done")
-        return head, updated
+        return row
 
     def _row(self, session: SessionInfo) -> Sequence[Any]:
         found = self._db.rows(
@@ -470,59 +472,72 @@ class SqlStore:
         return found[0]
 
     def _delete(self, session: SessionInfo) -> None:
-        head, _ = self._standing(session)
+        row = self._standing(session)
         self._db.run("DELETE FROM session WHERE number = ?", session.number)
-        self._count(session.namespace, sessions=-1)
-        self._prune(session.namespace, head)
+        self._uncount(session.namespace, sessions=1)
+        self._prune(session.namespace, row[_HEAD])
 
-    def _move(self, session: SessionInfo, before: tuple[int, float], head: int) -> None:
-        """Let a session stand at `head`, which stood where `_standing` says."""
-        left, updated = before
+    def _move(self, row: Sequence[Any], at: TurnReference) -> None:
+        """Let the session of a row stand at a turn."""
         # Later than before, whatever the clock says: lists are in this order.
-        now = max(time.time(), updated)
-        self._db.run("UPDATE session SET head = ?, updated = ? WHERE number = ?", head, now, session.number)
-        self._write_checksum(session.number)
-        self._prune(session.namespace, left)
+        self._update(row, at, head=at.head, updated=max(time.time(), row[_UPDATED]))
+        self._prune(row[_NAMESPACE], row[_HEAD])
 
-    def _write_checksum(self, session: int) -> None:
-        """After a change."""
-        [(*said, _, _)] = self._db.rows(f"{SESSION} WHERE s.number = ?", session)
-        self._db.run("UPDATE session SET seal = ? WHERE number = ?", row_checksum(*said), session)
-
-    def _add_turn(self, namespace: str, parent: int | None, turn: Turn) -> int:
-        number = self._turns.add(parent, turn)
-        self._count(namespace, nbytes=self._turns.size(number))
-        return number
-
-    def _count(self, namespace: str, *, sessions: int = 0, nbytes: int = 0) -> None:
-        """Write down what a namespace stores more or less than before; refused beyond its quota."""
+    def _update(self, row: Sequence[Any], at: TurnReference | None = None, **columns: Value) -> None:
+        """Write some columns of the session of a row, and its checksum: over the turn at which it stands,
+        which is `at` from now on, or stays."""
+        after = {**dict(zip(SESSION_COLUMNS, row, strict=False)), **columns}
+        depth, digest = (at.depth, at.digest) if at is not None else row[len(after) : len(after) + 2]
         self._db.run(
-            "INSERT INTO usage VALUES (?, ?, ?) ON CONFLICT (namespace) DO UPDATE SET"
-            " sessions = CASE WHEN usage.sessions > ? THEN usage.sessions + ? ELSE 0 END,"
-            " nbytes = CASE WHEN usage.nbytes > ? THEN usage.nbytes + ? ELSE 0 END",
+            f"UPDATE session SET {', '.join(f'{column} = ?' for column in columns)}, seal = ?"
+            " WHERE number = ?",
+            *columns.values(),
+            row_checksum(*after.values(), depth, digest),
+            after["number"],
+        )
+
+    def _add_turn(self, namespace: str, at: TurnReference | None, turn: Turn) -> TurnReference:
+        added = self._turns.add(at, turn)
+        self._count(namespace, turn=added.head)
+        return added
+
+    def _count(self, namespace: str, *, sessions: int = 0, turn: int | None = None) -> None:
+        """Write down what a namespace stores more than before; refused beyond its quota."""
+        self._db.run(
+            f"INSERT INTO usage SELECT ?, ?, coalesce(sum({self._sql.turn_bytes}), 0)"
+            " FROM turn t WHERE t.number = ? ON CONFLICT (namespace) DO UPDATE"
+            " SET sessions = usage.sessions + excluded.sessions, nbytes = usage.nbytes + excluded.nbytes",
             namespace,
-            max(0, sessions),
-            max(0, nbytes),
-            -sessions,
             sessions,
-            -nbytes,
-            nbytes,
+            turn,
         )
         quota = self._quotas.get(namespace)
         if quota is None:
             return
         [(stored, size)] = self._db.rows("SELECT sessions, nbytes FROM usage WHERE namespace = ?", namespace)
-        for what, more, total, most in (
-            ("sessions", sessions, stored, quota.sessions),
-            ("bytes", nbytes, size, quota.nbytes),
+        for what, grows, total, most in (
+            ("sessions", sessions > 0, stored, quota.sessions),
+            ("bytes", turn is not None, size, quota.nbytes),
         ):
-            if more > 0 and most is not None and total > most:
+            if grows and most is not None and total > most:
                 raise QuotaError(
                     f"this key may store {most} {what}, and with this it would be {total}: delete sessions "
                     "or responses, or raise its limit",
                     needed=total,
                     limit=most,
                 )
+
+    def _uncount(self, namespace: str, *, sessions: int = 0, nbytes: int = 0) -> None:
+        """Write down what a namespace stores less than before."""
+        self._db.run(
+            "UPDATE usage SET sessions = CASE WHEN sessions > ? THEN sessions - ? ELSE 0 END,"
+            " nbytes = CASE WHEN nbytes > ? THEN nbytes - ? ELSE 0 END WHERE namespace = ?",
+            sessions,
+            sessions,
+            nbytes,
+            nbytes,
+            namespace,
+        )
 
     def _page(
         self, rows: Rows, namespace: str | None, limit: int | None, after: SessionInfo | None
@@ -581,17 +596,18 @@ class SqlStore:
     def _prune(self, namespace: str, turn: int | None) -> None:
         """Delete a turn that nothing leads to any more, and then what led only to it."""
         while turn is not None:
-            [(needed,)] = self._db.rows(
-                "SELECT EXISTS (SELECT 1 FROM turn WHERE parent = ?)"
-                " OR EXISTS (SELECT 1 FROM session WHERE head = ?)"
-                " OR EXISTS (SELECT 1 FROM memory WHERE turn = ?)",
-                *(turn,) * 3,
+            unneeded = self._db.rows(
+                f"SELECT t.parent, {self._sql.turn_bytes} FROM turn t WHERE t.number = ?"
+                " AND NOT EXISTS (SELECT 1 FROM turn WHERE parent = ?)"
+                " AND NOT EXISTS (SELECT 1 FROM session WHERE head = ?)"
+                " AND NOT EXISTS (SELECT 1 FROM memory WHERE turn = ?)",
+                *(turn,) * 4,
             )
-            if needed:
+            if not unneeded:
                 return
             # What leads to it must not have been missed.
             self._check.wait()
-            found = self._db.rows("SELECT parent FROM turn WHERE number = ?", turn)
-            self._count(namespace, nbytes=-self._turns.size(turn))
+            [(parent, nbytes)] = unneeded
             self._db.run("DELETE FROM turn WHERE number = ?", turn)
-            turn = found[0][0] if found else None
+            self._uncount(namespace, nbytes=nbytes)
+            turn = parent

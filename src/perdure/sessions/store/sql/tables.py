@@ -77,6 +77,10 @@ SESSION = (
     f"SELECT {', '.join(f's.{column}' for column in SESSION_COLUMNS)}, t.depth, t.digest, s.seal, t.usage"
     " FROM session s LEFT JOIN turn t ON t.number = s.head"
 )
+INSERT_SESSION = (
+    f"INSERT INTO session ({', '.join(SESSION_COLUMNS)}, seal)"
+    f" VALUES ({', '.join('?' * (len(SESSION_COLUMNS) + 1))})"
+)
 TURN = (
     "t.number, t.kind, t.messages, t.reply, t.keep_chars, t.keep_tokens, t.text, t.tokens, t.cuts,"
     " t.settings, t.seed, t.finish_reason, t.usage, t.dropped, t.model, t.created, t.digest"
@@ -98,8 +102,10 @@ ADVICE = "`perdure sessions verify` keeps what can be proved and puts the rest a
 
 def text_rows(database: Database, query: str, *values: Value) -> list[tuple[Any, ...]]:
     """Rows found by what a caller gave, which may be no text at all."""
-    with valid_text():
+    try:
         return database.rows(query, *values)
+    except UnicodeEncodeError as error:
+        raise invalid_text(error) from None
 
 
 @contextmanager
@@ -108,7 +114,11 @@ def valid_text() -> Iterator[None]:
     try:
         yield
     except UnicodeEncodeError as error:
-        raise InvalidInputError(f"this is not valid Unicode text: {error}") from None
+        raise invalid_text(error) from None
+
+
+def invalid_text(error: UnicodeEncodeError) -> InvalidInputError:
+    return InvalidInputError(f"this is not valid Unicode text: {error}")
 
 
 def row_limit(limit: int | None) -> int:
@@ -215,10 +225,13 @@ def parse_turn(row: Sequence[Any], before: bytes) -> Turn:
     return turn
 
 
+_strict = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+
+
 def json_text(value: Mapping[str, Any]) -> str:
     """A column of JSON that anybody can be shown; `InvalidInputError` where it could not be."""
     try:
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        _strict(value).encode()
         return json.dumps(value)
     except UnicodeEncodeError:
         raise
@@ -249,7 +262,7 @@ def turn_values(number: int, parent: int | None, depth: int, turn: Turn) -> list
         turn.model,
         turn.created,
         digest,
-        row_checksum(number, parent, depth, digest),
+        turn_checksum(number, parent, depth, digest),
     ]
 
 
@@ -311,27 +324,25 @@ class TurnTable:
         )
         return int(total)
 
-    def size(self, number: int) -> int:
-        """What one turn takes."""
-        rows = self._db.rows(f"SELECT {self._sql.turn_bytes} FROM turn t WHERE number = ?", number)
-        return int(rows[0][0]) if rows else 0
-
-    def check(self, number: int, digest: bytes) -> int:
-        """The depth of a turn, which must be there and be that very one."""
+    def check(self, number: int, digest: bytes) -> TurnReference:
+        """A turn, which must be there and be that very one."""
         found = self._db.rows(f"SELECT {', '.join(TURN_COLUMNS)}, seal FROM turn WHERE number = ?", number)
         if not found:
             raise SessionNotFoundError("the turn to go on from was deleted")
-        if row_checksum(*found[0][:-1]) != found[0][-1] or found[0][3] != digest:
+        [(*place, checksum)] = found
+        if turn_checksum(*place) != checksum or place[3] != digest:
             raise CorruptStateError(f"the turn that this one goes on from is damaged: {ADVICE}")
-        return int(found[0][2])
+        return TurnReference(number, digest, place[2])
 
-    def add(self, parent: int | None, turn: Turn) -> int:
-        """Write a turn behind turn number `parent`; its own number. The only way into the table."""
-        depth = 0 if parent is None else self.check(parent, turn.before) + 1
-        number = self._numbers.next("turn")
+    def add(self, parent: TurnReference | None, turn: Turn) -> TurnReference:
+        """Write a turn behind another. The only way into the table."""
+        if parent is not None and parent.digest != turn.before:
+            raise CorruptStateError(f"a turn does not go on from the one before it: {ADVICE}")
+        number, depth = self._numbers.next("turn"), 0 if parent is None else parent.depth + 1
         turn.check_readable()
-        self._db.run(INSERT_TURN, *turn_values(number, parent, depth, turn))
-        return number
+        values = turn_values(number, None if parent is None else parent.head, depth, turn)
+        self._db.run(INSERT_TURN, *values)
+        return TurnReference(number, turn.digest, depth)
 
     def _chunk(self, head: int, place: TurnReference | None, count: int, name: str) -> TurnPage:
         rows = self._db.rows(
