@@ -164,7 +164,12 @@ class Sampling:
         if self.seed is not None and not offset:
             return self
         seed = draw_seed() if self.seed is None else self.seed
-        return dataclasses.replace(self, seed=(seed + offset) % SEED_LIMIT)
+        # Not `replace`: it would check everything again, which takes as long as making the request.
+        made = object.__new__(Sampling)
+        for name in self.__dataclass_fields__:
+            object.__setattr__(made, name, getattr(self, name))
+        object.__setattr__(made, "seed", (seed + offset) % SEED_LIMIT)
+        return made
 
     def without(self, tokens: Iterable[int]) -> Sampling:
         """The same with `tokens` ruled out."""

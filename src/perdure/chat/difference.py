@@ -198,23 +198,19 @@ def first_difference(
     variables: Mapping[str, Any],
     text: str,
     cuts: Sequence[tuple[int, int]],
+    shared: int,
 ) -> Difference | None:
-    """Where `text`, made of these, departs from a past prompt; None where it goes on from all of it."""
-    shared = shared_length(text, past.text)
+    """Where `text`, made of these, departs from a past prompt, with which it shares that many characters;
+    None where it goes on from all of it."""
     if shared >= min(len(past.text), len(text)):
         return None
-    tokens = _tokens_at(cuts, shared)
-    lost = max(0, _tokens_at(cuts, _history_end(messages, text)) - tokens)
+    tokens = tokens_at(cuts, shared)
+    lost = max(0, tokens_at(cuts, _history_end(messages, text)) - tokens)
     difference = _difference(past, messages, tools, variables, text, shared)
     return replace(difference, tokens=tokens, lost=lost)
 
 
-def shared_tokens(past: PastPrompt, text: str, cuts: Sequence[tuple[int, int]]) -> int:
-    """How many tokens of a prompt were read or written in a past one."""
-    return _tokens_at(cuts, shared_length(text, past.text))
-
-
-def _tokens_at(cuts: Sequence[tuple[int, int]], chars: int) -> int:
+def tokens_at(cuts: Sequence[tuple[int, int]], chars: int) -> int:
     """The tokens up to the last cut that stands at so many characters or before."""
     cut = bisect_right(cuts, chars, key=lambda cut: cut[0])
     return cuts[cut - 1][1] if cut else 0

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from perdure.backend import Backend
-from perdure.chat.difference import Difference, PastPrompt, PastPrompts, first_difference, shared_tokens
+from perdure.chat.difference import Difference, PastPrompt, PastPrompts, first_difference, tokens_at
 from perdure.chat.message import Message, Tool, ToolCall
 from perdure.chat.normaliser import MessageNormaliser, Normalised
 from perdure.chat.options import ChatOptions
@@ -149,9 +149,10 @@ class PromptBuilder:
         past = self._past.closest(messages, text, namespace)
         difference, expected = None, 0
         if past is not None:
-            expected = shared_tokens(past, text, transcript.cuts)
+            shared = shared_length(text, past.text)
+            expected = tokens_at(transcript.cuts, shared)
             difference = first_difference(
-                past, messages, options.tools, normalised.variables, text, transcript.cuts
+                past, messages, options.tools, normalised.variables, text, transcript.cuts, shared
             )
         return Prompt(
             transcript,

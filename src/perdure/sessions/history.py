@@ -140,11 +140,12 @@ class History:
     is first asked for.
     """
 
-    __slots__ = ("_before", "_count", "_line", "_messages", "_models", "_transcript", "rendering")
+    __slots__ = ("_before", "_count", "_line", "_messages", "_models", "_place", "_transcript", "rendering")
 
     def __init__(self, line: _TurnChain, count: int) -> None:
         self._line = line
         self._count = count
+        self._place: TurnReference | None = None
         self._transcript: Transcript | None = None
         self._messages: tuple[Message, ...] | None = None
         self._models: frozenset[str] | None = None
@@ -164,7 +165,9 @@ class History:
     @property
     def place(self) -> TurnReference:
         """Its last turn."""
-        return self._line.place(self._count - 1)
+        if self._place is None:
+            self._place = self._line.place(self._count - 1)
+        return self._place
 
     @property
     def head(self) -> int:

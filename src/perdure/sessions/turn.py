@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from types import NoneType
 from typing import Any, Literal
 
 from perdure.chat.message import Message
@@ -24,6 +25,7 @@ FIRST = bytes(32)
 """What stands for the digest of the turn before the first."""
 _ENDINGS = ("", "stop", "length", "tool_calls", "repetition", "cancelled", "error")
 _encode = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
+_SCALARS = (str, int, float, bool, NoneType)
 _LARGEST = 2**63 - 1
 """The largest number that a column holds."""
 
@@ -77,11 +79,13 @@ class Turn:
     @property
     def nbytes(self) -> int:
         """Of memory that it takes, about."""
-        said = [*self.messages, *((self.reply,) if self.reply is not None else ())]
-        texts = sum(len(each.content or "") + len(each.reasoning or "") for each in said)
-        calls = sum(len(call.arguments) for each in said for call in each.tool_calls)
-        added = len(self.added.text) + 4 * len(self.added.tokens) + 120 * len(self.added.cuts)
-        return 2000 + 200 * len(said) + texts + calls + added
+        added = self.added
+        size = 2000 + len(added.text) + 4 * len(added.tokens) + 120 * len(added.cuts)
+        for each in self.messages if self.reply is None else (*self.messages, self.reply):
+            size += 200 + len(each.content or "") + len(each.reasoning or "")
+            for call in each.tool_calls:
+                size += len(call.arguments)
+        return size
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -126,32 +130,54 @@ class Turn:
                 reply=Message.parse(value["reply"]) if value["reply"] is not None else None,
                 keep=_pair(value["keep"]),
                 added=Transcript(
-                    _text(value["text"]), array("i", value["tokens"]), tuple(map(_pair, value["cuts"]))
+                    value["text"], array("i", value["tokens"]), tuple(map(_pair, value["cuts"]))
                 ),
-                settings=_mapping(value["settings"]),
-                seed=_whole(value["seed"]),
-                finish_reason=_text(value["finish_reason"]),
-                usage=_usage(_mapping(value["usage"])),
-                dropped=_whole(value["dropped"]),
-                model=_text(value["model"]),
+                settings=value["settings"],
+                seed=value["seed"],
+                finish_reason=value["finish_reason"],
+                usage=value["usage"],
+                dropped=value["dropped"],
+                model=value["model"],
                 created=_moment(value["created"]),
                 before=before,
             )
-            known = turn.kind in ("start", "turn", "fold") and turn.finish_reason in _ENDINGS
+            turn._check_fields()
         except (KeyError, TypeError, ValueError, IndexError, OverflowError, AttributeError) as error:
             raise CorruptStateError(f"not a turn of a session: {error!r}") from error
-        if not known:
-            raise CorruptStateError("not a turn of a session: of no known kind or end")
         return turn
+
+    def _check_fields(self) -> None:
+        """Raise unless each field but the messages is of its type, and in its range."""
+        if self.kind not in ("start", "turn", "fold") or self.finish_reason not in _ENDINGS:
+            raise ValueError("of no known kind or end")
+        added = self.added
+        for figures in (self.keep, *added.cuts):
+            _pair(figures)
+        if not isinstance(added.tokens, array) or added.tokens.typecode != "i":
+            raise TypeError("tokens are an array of numbers of four bytes")
+        for text in (added.text, self.model, "".join(self.usage)):
+            _check_text(text)
+        for number in (self.seed, self.dropped):
+            _check_whole(number)
+        for name, value in self.usage.items():
+            if name in ("why", "model"):
+                _check_text(value)
+            else:
+                _check_whole(value)
+        _moment(self.created)
+        if not isinstance(self.settings, Mapping):
+            raise TypeError("settings are a mapping")
 
     def check_readable(self) -> None:
         """Raise `InvalidInputError` unless it reads as the same again. A store writes no other turn: what is
         refused when it is read would take its whole session with it."""
         try:
-            value = self.to_json()
-            # All else is texts and whole numbers, which read as themselves; of tokens there may be thousands.
-            value["settings"], value["tokens"] = json.loads(json.dumps(value["settings"])), self.added.tokens
-            same = Turn.parse(value, self.before) == self
+            self._check_fields()
+            # Of what was checked, text and whole numbers read as themselves.
+            said = self.messages if self.reply is None else (*self.messages, self.reply)
+            settings = dict(self.settings)
+            same = all(Message.parse(each.to_dict()) == each for each in said)
+            same = same and json.loads(json.dumps(settings)) == settings
         except (CorruptStateError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise InvalidInputError(
                 f"this turn could not be read again, so it was not stored: {error}"
@@ -180,7 +206,8 @@ def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
     for name, value in settings.items():
         with suppress(TypeError, ValueError, RecursionError):
-            found[name] = _plain(json.loads(json.dumps(value)))
+            scalar = type(value) in _SCALARS
+            found[name] = _plain(value if scalar else json.loads(json.dumps(value)))
     return found
 
 
@@ -323,18 +350,16 @@ def pack_tokens(tokens: array[int]) -> bytes:
     return tokens.tobytes()
 
 
-def _text(value: object) -> str:
+def _check_text(value: object) -> None:
     if not isinstance(value, str):
         raise TypeError(f"not a text: {value!r}")
     value.encode()
-    return value
 
 
-def _whole(value: object) -> int:
+def _check_whole(value: object) -> None:
     # Not `is_whole`: there are some twenty in a turn, and each turn that is written is checked.
-    if type(value) is int and 0 <= value <= _LARGEST:
-        return value
-    raise ValueError(f"not a number from 0 to {_LARGEST}")
+    if type(value) is not int or not 0 <= value <= _LARGEST:
+        raise ValueError(f"not a number from 0 to {_LARGEST}")
 
 
 def _moment(value: object) -> float:
@@ -345,16 +370,6 @@ def _moment(value: object) -> float:
 
 def _pair(value: Any) -> tuple[int, int]:
     first, second = value
-    return _whole(first), _whole(second)
-
-
-def _usage(value: Mapping[str, Any]) -> dict[str, int | str]:
-    _text("".join(value))
-    texts = ("why", "model")
-    return {name: _text(each) if name in texts else _whole(each) for name, each in value.items()}
-
-
-def _mapping(value: object) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise TypeError("not a mapping")
-    return value
+    _check_whole(first)
+    _check_whole(second)
+    return first, second

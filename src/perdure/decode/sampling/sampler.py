@@ -485,7 +485,7 @@ _Key: TypeAlias = tuple[int, int | None, bytes, bytes]
 _COMPARED = 1 << 15
 """Tokens with a bias are looked for among the largest of a row; where that takes more comparisons, the row is
 copied."""
-_NO_BIAS = np.empty(0, np.intp), np.empty(0, np.float32)
+_NO_BIAS = row_kernels.Bias(np.empty(0, np.int64), np.empty(0, np.float32))
 
 
 _KNOWN: frozenset[type[Stage]] = frozenset({Bias, Greedy, TopK, TopP, MinP, Temperature})
@@ -519,17 +519,18 @@ class CompiledChain:
             k = 1
         else:
             return None
-        biased = stages.get(Bias)
-        ids, values = (biased.ids, biased.values) if isinstance(biased, Bias) else _NO_BIAS
-        if (k + len(ids)) * len(ids) > _COMPARED:
-            return None
+        bias, biased, names = _NO_BIAS, stages.get(Bias), (b"", b"")
+        if isinstance(biased, Bias):
+            ids, values = biased.ids, biased.values
+            if (k + len(ids)) * len(ids) > _COMPARED:
+                return None
+            bias, names = row_kernels.Bias(ids.astype(np.int64), values), (ids.tobytes(), values.tobytes())
         numbers = (
             top_p.p if isinstance(top_p, TopP) else math.inf,
             least.depth if isinstance(least, MinP) else -math.inf,
             sampler.sampling.temperature or 1.0,
         )
-        key = (k, shown, ids.tobytes(), values.tobytes())
-        return cls(k, row_kernels.Bias(ids.astype(np.int64), values), numbers, shown, key)
+        return cls(k, bias, numbers, shown, (k, shown, *names))
 
 
 class Shown(NamedTuple):

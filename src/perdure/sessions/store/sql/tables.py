@@ -28,13 +28,16 @@ Value = str | int | float | bytes | None
 """What a column can hold."""
 
 
+_with_bytes = json.JSONEncoder(default=lambda value: ["bytes", value.hex()]).encode
+_strict = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+
+
 def row_checksum(*values: Value) -> bytes:
     """What proves a row: SQLite has no checksums, so a bit that turns over on the disk is read as it lies.
 
     It lies in the column `seal`, and the SQL of migrations knows it by that name.
     """
-    plain = [["bytes", value.hex()] if isinstance(value, bytes) else value for value in values]
-    return hashlib.sha256(b"perdure/row/1\0" + json.dumps(plain).encode()).digest()
+    return hashlib.sha256(b"perdure/row/1\0" + _with_bytes(values).encode()).digest()
 
 
 def turn_checksum(number: int, parent: int | None, depth: int, digest: Value) -> bytes:
@@ -223,9 +226,6 @@ def parse_turn(row: Sequence[Any], before: bytes) -> Turn:
     except (TypeError, ValueError, AttributeError, RecursionError, InvalidInputError) as error:
         raise CorruptStateError(f"is damaged ({error})") from error
     return turn
-
-
-_strict = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
 
 def json_text(value: Mapping[str, Any]) -> str:
