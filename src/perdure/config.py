@@ -196,19 +196,19 @@ def _count(chosen: dict[str, ChosenValue], name: str) -> int | str:
 def choices() -> dict[str, ChosenValue]:
     """What the config file and the environment say, by name; the environment wins."""
     path = config_file()
-    found = {name: ChosenValue(value, str(path)) for name, value in read_config(path).items()}
+    values = {name: ChosenValue(value, str(path)) for name, value in read_config(path).items()}
     for setting in SETTINGS:
         if text := os.environ.get(setting.variable):
-            found[setting.name] = ChosenValue(
+            values[setting.name] = ChosenValue(
                 parse_setting(setting.name, text, setting.variable), setting.variable
             )
-    return found
+    return values
 
 
 def config_file() -> Path:
     """Where the config file is, or would be."""
-    if given := os.environ.get("PERDURE_CONFIG"):
-        return Path(given).expanduser()
+    if path := os.environ.get("PERDURE_CONFIG"):
+        return Path(path).expanduser()
     if os.environ.get("PERDURE_HOME"):
         return _home() / "config.toml"
     base = os.environ.get("XDG_CONFIG_HOME")
@@ -247,11 +247,11 @@ def parse_setting(name: str, value: object, origin: str | None = None) -> Value:
     setting = find_setting(name, origin)
     if isinstance(value, str) and value in setting.words:
         return value
-    if (found := _of_kind(setting.kind, value)) is None:
+    if (parsed := _of_kind(setting.kind, value)) is None:
         where = f"{origin}: " if origin else ""
-        wanted = " or ".join((_KINDS[setting.kind], *setting.words))
-        raise InvalidInputError(f"{where}{name} is {wanted}, got {value!r}")
-    return found
+        expected = " or ".join((_KINDS[setting.kind], *setting.words))
+        raise InvalidInputError(f"{where}{name} is {expected}, got {value!r}")
+    return parsed
 
 
 _KINDS: dict[type, str] = {
@@ -283,8 +283,8 @@ def _of_kind(kind: type, value: object) -> Value | None:
 
 def _ollama_models() -> tuple[Path, ...]:
     """Where Ollama keeps models: as its own variable says, or below the user's home or its service's."""
-    if given := os.environ.get("OLLAMA_MODELS"):
-        return (Path(given).expanduser(),)
+    if folder := os.environ.get("OLLAMA_MODELS"):
+        return (Path(folder).expanduser(),)
     return (Path.home() / ".ollama" / "models", Path("/usr/share/ollama/.ollama/models"))
 
 

@@ -72,17 +72,17 @@ class BackendOptions:
 
     def build(self, n_ctx: int = 0) -> Backend:
         """An engine for this process, for requests of at least so many tokens."""
-        wanted = N_CTX if self.n_ctx is None else self.n_ctx
+        context_length = N_CTX if self.n_ctx is None else self.n_ctx
         if n_ctx:
-            wanted = n_ctx if wanted == "auto" else max(wanted, n_ctx)
-        loading, settings = resolve_draft(self.loading, {**self.settings, "n_ctx": wanted})
+            context_length = n_ctx if context_length == "auto" else max(context_length, n_ctx)
+        loading, settings = resolve_draft(self.loading, {**self.settings, "n_ctx": context_length})
         if self.isolated:
             policy = self.isolated if isinstance(self.isolated, RestartPolicy) else None
             source = cast("str | None", self.model)
             return RemoteBackend(source, restart_policy=policy, loading=loading, store=self.store, **settings)
         if self.loaded:
             return LocalBackend(cast(ModelContract, self.model), store=self.store, **settings)
-        cells = registry.cells(wanted, self.settings.get("slots", SLOTS), settings)
+        cells = registry.cells(context_length, self.settings.get("slots", SLOTS), settings)
         own = registry.open_model(cast("str | None", self.model), loading, cells=cells)
         try:
             return LocalBackend(own, own_model=True, store=self.store, **settings)
@@ -127,20 +127,20 @@ def open_runtime(
     folder = options.store
     if folder is None:
         return _opened((build or options.build)(), lambda backend: Runtime(backend, template=template))
-    found = hold_or_attach(
+    backend_or_lock = hold_or_attach(
         folder, lambda link: options.check(link, folder), options.build, options.distinctive
     )
-    if not isinstance(found, StoreLock):
-        return _opened(found, lambda backend: Runtime(backend, store=folder, template=template))
+    if not isinstance(backend_or_lock, StoreLock):
+        return _opened(backend_or_lock, lambda backend: Runtime(backend, store=folder, template=template))
     try:
         return _opened(
             (build or options.build)(),
             lambda backend: Runtime(
-                backend, store=folder, template=template, lock=found, settings=options.distinctive
+                backend, store=folder, template=template, lock=backend_or_lock, settings=options.distinctive
             ),
         )
     except BaseException:
-        found.release()
+        backend_or_lock.release()
         raise
 
 

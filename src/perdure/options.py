@@ -218,7 +218,7 @@ def option(
     ollama: str = "",
 ) -> Any:
     """A field of a dataclass that is an option on every surface, there under `name` if that is another."""
-    said = {
+    details = {
         "name": name,
         "help": help,
         "low": low,
@@ -231,8 +231,8 @@ def option(
         "ollama": ollama,
     }
     if factory is not None:
-        return field(default_factory=factory, metadata={_KEY: said})
-    return field(default=default, metadata={_KEY: said})
+        return field(default_factory=factory, metadata={_KEY: details})
+    return field(default=default, metadata={_KEY: details})
 
 
 def options_of(kind: type) -> Mapping[str, Option]:
@@ -253,14 +253,14 @@ def _read(kind: type) -> Mapping[str, Option]:
     hints = get_type_hints(kind)
     options = {}
     for each in fields(kind):
-        if (said := each.metadata.get(_KEY)) is None:
+        if (details := each.metadata.get(_KEY)) is None:
             continue
         plain, choices, optional = _plain(hints[each.name])
         default = each.default if each.default_factory is MISSING else each.default_factory()
-        high = WHOLE if plain is int and said["high"] is None else said["high"]
-        name = said["name"] or each.name
+        high = WHOLE if plain is int and details["high"] is None else details["high"]
+        name = details["name"] or each.name
         options[each.name] = Option(
-            **{**said, "name": name, "ollama": said["ollama"] or name, "high": high},
+            **{**details, "name": name, "ollama": details["ollama"] or name, "high": high},
             kind=plain,
             keys=_keys(hints[each.name]),
             default=default,
@@ -330,19 +330,19 @@ PEERS = {
 """Options of llama-cpp-python, Ollama, llama-server and Transformers, by our names."""
 
 
-def refuse_unknown(given: Collection[str], function: Callable[..., object]) -> None:
+def refuse_unknown(unknown: Collection[str], function: Callable[..., object]) -> None:
     """Refuse keywords that `function` does not name: those that it has in its `**unknown`."""
-    if not given:
+    if not unknown:
         return
     names = set(inspect.signature(function).parameters) - {"self", "model", "source", "unknown"}
-    if (error := unknown_options(given, names)) is not None:
+    if (error := unknown_options(unknown, names)) is not None:
         raise error
 
 
-def unknown_options(given: Iterable[str], known: Collection[str]) -> InvalidInputError | None:
+def unknown_options(names: Iterable[str], known: Collection[str]) -> InvalidInputError | None:
     """An error that names each option that is not among `known`, and the one that was probably meant."""
     problems = []
-    for name in given:
+    for name in names:
         if name in known:
             continue
         ours = PEERS.get(name.lower())

@@ -65,19 +65,19 @@ class Runtime(Closing):
         self._infill_tokens: InfillTokens | None = None
         self._chat_format: ChatFormat | None = None
         folder = store_folder(store) if store is not None else None
-        with ExitStack() as held:
+        with ExitStack() as undo:
             if folder is not None and lock is None and not isinstance(backend, AttachedBackend):
                 lock = StoreLock(folder)
-                held.callback(lock.release)
+                undo.callback(lock.release)
             self.sessions = Sessions(
                 folder if sessions is None else sessions,
                 backend=backend,
                 chat_format=lambda: self.chat_format,
                 keep_open=sessions is not None,
             )
-            held.callback(self.sessions.close)
+            undo.callback(self.sessions.close)
             self._listener = Listener(lock.holder, backend, settings or {}) if lock is not None else None
-            held.pop_all()
+            undo.pop_all()
         self._store_lock = lock
 
     @property
@@ -365,8 +365,8 @@ class Runtime(Closing):
     ) -> list[RankedText]:
         """Like `rank`, for asyncio."""
         future = await submitted(lambda: self.submit_rank(query, documents, adapters=adapters))
-        found = await asyncio.wrap_future(future)
-        return ranked(found, scored=self.model.info.pair is not None)
+        vectors = await asyncio.wrap_future(future)
+        return ranked(vectors, scored=self.model.info.pair is not None)
 
     def submit_rank(
         self, query: str, documents: Sequence[str], *, adapters: Scales | None = None
@@ -454,15 +454,15 @@ def _absolute(adapters: Scales | None) -> dict[str, float] | None:
     return None if adapters is None else absolute_scales(adapters)
 
 
-def _texts(given: str | Tokens | Sequence[str] | Sequence[Tokens]) -> Sequence[str | Tokens]:
-    if isinstance(given, str):
-        return [given]
-    if isinstance(given, np.ndarray):
-        return [given] if given.ndim == 1 and given.size else list(given)
-    if not isinstance(given, Sequence):
-        raise InvalidInputError(f"embed takes a text, tokens, or a list of either, got {given!r}")
-    one = len(given) > 0 and all(isinstance(each, (int, np.integer)) for each in given)
-    return [cast(Tokens, given)] if one else cast("Sequence[str | Tokens]", given)
+def _texts(inputs: str | Tokens | Sequence[str] | Sequence[Tokens]) -> Sequence[str | Tokens]:
+    if isinstance(inputs, str):
+        return [inputs]
+    if isinstance(inputs, np.ndarray):
+        return [inputs] if inputs.ndim == 1 and inputs.size else list(inputs)
+    if not isinstance(inputs, Sequence):
+        raise InvalidInputError(f"embed takes a text, tokens, or a list of either, got {inputs!r}")
+    one = len(inputs) > 0 and all(isinstance(each, (int, np.integer)) for each in inputs)
+    return [cast(Tokens, inputs)] if one else cast("Sequence[str | Tokens]", inputs)
 
 
 def _deltas(stream: Stream[D, R]) -> Iterator[D]:

@@ -99,24 +99,24 @@ def _advise(start: int, size: int, advice: int | None) -> None:
 def own_memory(*, heap: bool = False) -> set[range]:
     """The addresses of memory that only this process has and no file is behind, also of the C heap if asked
     for; none where the system does not tell."""
-    found = set()
+    ranges = set()
     for line in _proc("self/maps").splitlines():
         addresses, access, _, _, inode, *name = line.split(maxsplit=5)
         if access == "rw-p" and inode == "0" and (not name or (heap and name == ["[heap]"])):
             start, end = addresses.split("-")
-            found.add(range(int(start, 16), int(end, 16)))
-    return found
+            ranges.add(range(int(start, 16), int(end, 16)))
+    return ranges
 
 
 def holders_of_deleted(path: Path) -> list[int]:
     """Processes of this user that have a file open which is not there any more, where the system tells."""
-    found = []
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             links = (os.readlink(each) for each in (folder / "fd").iterdir())
             if f"{os.path.realpath(path)} (deleted)" in links:
-                found.append(int(folder.name))
-    return sorted(found)
+                pids.append(int(folder.name))
+    return sorted(pids)
 
 
 def is_root() -> bool:
@@ -126,16 +126,16 @@ def is_root() -> bool:
 
 def has_large_pages() -> bool:
     """Whether the system makes large pages of memory where it is asked to."""
-    told = _text(Path("/sys/kernel/mm/transparent_hugepage/enabled"))
-    return bool(told) and "[never]" not in told
+    setting = _text(Path("/sys/kernel/mm/transparent_hugepage/enabled"))
+    return bool(setting) and "[never]" not in setting
 
 
 def available_memory() -> int | None:
     """Bytes that this process can still get without swapping, where the system tells. In a container or a
     service that may be less than the machine has."""
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", _proc("meminfo"), re.MULTILINE)
-    if found:
-        return min([int(found[1]) << 10, *_left_to_groups()])
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", _proc("meminfo"), re.MULTILINE)
+    if match:
+        return min([int(match[1]) << 10, *_left_to_groups()])
     pages = _sysconf("SC_AVPHYS_PAGES")
     if pages is not None:
         return pages * page_size()
@@ -213,8 +213,8 @@ def busy_cores() -> float | None:
 
 def cpu_flags() -> frozenset[str]:
     """What the processor can do, in the kernel's words; empty where the system does not tell."""
-    found = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", _proc("cpuinfo"), re.MULTILINE)
-    return frozenset(found[1].split()) if found else frozenset()
+    match = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", _proc("cpuinfo"), re.MULTILINE)
+    return frozenset(match[1].split()) if match else frozenset()
 
 
 def gpu_libraries() -> tuple[str, str]:
@@ -241,8 +241,8 @@ def glibc() -> tuple[int, int] | None:
         text = os.confstr("CS_GNU_LIBC_VERSION")
     except (AttributeError, ValueError, OSError):
         return None
-    found = re.fullmatch(r"glibc (\d+)\.(\d+).*", text or "")
-    return (int(found[1]), int(found[2])) if found else None
+    match = re.fullmatch(r"glibc (\d+)\.(\d+).*", text or "")
+    return (int(match[1]), int(match[2])) if match else None
 
 
 # Files
@@ -279,9 +279,9 @@ def make_private(handle: int, mode: int) -> None:
     """Take from others what they may do with an open file of ours; Windows has no such bits."""
     if not POSIX:
         return
-    found = os.fstat(handle)
+    status = os.fstat(handle)
     # Of what another owns, it is his to decide.
-    if found.st_mode & 0o077 and found.st_uid == os.geteuid():
+    if status.st_mode & 0o077 and status.st_uid == os.geteuid():
         os.fchmod(handle, mode)
 
 
@@ -290,9 +290,9 @@ def copy_access(source: Path, handle: int) -> None:
     if not POSIX:
         return
     try:
-        found = source.stat()
-        os.fchown(handle, found.st_uid, found.st_gid)
-        os.fchmod(handle, stat.S_IMODE(found.st_mode))
+        status = source.stat()
+        os.fchown(handle, status.st_uid, status.st_gid)
+        os.fchmod(handle, stat.S_IMODE(status.st_mode))
     except (FileNotFoundError, PermissionError):
         # Private is what it is then.
         return
@@ -303,8 +303,8 @@ def make_path_private(path: Path, mode: int) -> None:
     this process has on it."""
     if not POSIX:
         return
-    found = os.stat(path)
-    if found.st_mode & 0o077 and found.st_uid == os.geteuid():
+    status = os.stat(path)
+    if status.st_mode & 0o077 and status.st_uid == os.geteuid():
         os.chmod(path, mode)
 
 
@@ -379,11 +379,11 @@ def is_own_peer(end: socket.socket) -> bool:
     """Whether the process at the other end of a local socket is of the same user as this one."""
     try:
         if (credentials := getattr(socket, "SO_PEERCRED", None)) is not None:
-            told = end.getsockopt(socket.SOL_SOCKET, credentials, 12)
-            return bool(struct.unpack("=iII", told)[1] == os.geteuid())
+            peer = end.getsockopt(socket.SOL_SOCKET, credentials, 12)
+            return bool(struct.unpack("=iII", peer)[1] == os.geteuid())
         # macOS and the BSDs: a version, then the user.
-        told = end.getsockopt(0, 1, 76)
-        return bool(struct.unpack_from("=II", told)[1] == os.geteuid())
+        peer = end.getsockopt(0, 1, 76)
+        return bool(struct.unpack_from("=II", peer)[1] == os.geteuid())
     except (OSError, AttributeError, struct.error):
         return False
 
@@ -393,11 +393,11 @@ def isolated_python(*arguments: str) -> list[str]:
     return [sys.executable, "-P", *arguments]
 
 
-def require_child_pipes(wanted: str) -> None:
+def require_child_pipes(feature: str) -> None:
     """Refuse what needs a child process that inherits a socket: Windows lacks that."""
     if not POSIX:
         raise UnsupportedSystemError(
-            f"{wanted} needs a child process that inherits a socket, which {platform.system()} lacks: "
+            f"{feature} needs a child process that inherits a socket, which {platform.system()} lacks: "
             "use isolated=False (`perdure serve --in-process`), or Linux or macOS"
         )
 

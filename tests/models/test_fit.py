@@ -19,7 +19,7 @@ import perdure
 import zoo
 from perdure import InvalidInputError, Model, OutOfMemoryError, models, system
 from perdure.models.download import Remote, RemoteBytes, web
-from perdure.models.fit import Fit, Room, Setup, Sizes, Wanted, judge, propose, rearranged_types
+from perdure.models.fit import Fit, FitConstraints, Room, Setup, Sizes, judge, propose, rearranged_types
 from serving import Page, put_repo, site
 
 GIB = 1 << 30
@@ -129,7 +129,7 @@ def test_another_quantisation_has_other_weights_and_the_same_cache() -> None:
 
 def proposed(sizes: Sizes, machine: float, device: float = 0.0, **wanted: object) -> Fit:
     room = Room(machine=int(machine * GIB), device=int(device * GIB))
-    found = propose("m.gguf", sizes, room, Wanted(**wanted))  # type: ignore[arg-type]
+    found = propose("m.gguf", sizes, room, FitConstraints(**wanted))  # type: ignore[arg-type]
     if found.verdict != "not":
         assert room.holds(sizes, found.setup), "a proposal must fit"
     return found

@@ -72,18 +72,18 @@ class SessionRouter(RequestRouter):  # type: ignore[misc]
 
     def _facts(self, replicas: Mapping[str, RunningReplica]) -> dict[str, ReplicaFacts]:
         """What replicas told last, with the queue lengths that Ray knows by now."""
-        found, now = {}, time.monotonic()
+        facts, now = {}, time.monotonic()
         for name, each in replicas.items():
             before = self._told.get(each.replica_id)
             if before is None or before[0] is not each.routing_stats:
                 before = each.routing_stats, ReplicaFacts.from_json(each.routing_stats), now
                 self._told[each.replica_id] = before
             queue = self.replica_queue_len_cache.get(each.replica_id)
-            found[name] = before[1] if queue is None else replace(before[1], queue=queue)
+            facts[name] = before[1] if queue is None else replace(before[1], queue=queue)
         if len(self._told) > len(replicas):
             alive = {each.replica_id for each in replicas.values()}
-            self._told = {each: told for each, told in self._told.items() if each in alive}
-        return found
+            self._told = {each: entry for each, entry in self._told.items() if each in alive}
+        return facts
 
 
 class ReplicaActor:
@@ -188,12 +188,12 @@ def scale(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
     """How many replicas there should be: by requests and by memory."""
     full = (context.aggregated_metrics or {}).get("full", {})
     target = context.config.get_target_ongoing_requests() if context.config is not None else 1
-    wanted = wanted_replicas(
+    replica_count = wanted_replicas(
         [ReplicaFacts(full=each) for each in full.values()],
         requests=context.total_num_requests,
         target=target,
     )
-    return wanted, {}
+    return replica_count, {}
 
 
 def build(config: ClusterConfig, *, open_runtime: OpenRuntime = usual_runtime) -> serve.Application:

@@ -121,22 +121,22 @@ class ClusterConfig:
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> ClusterConfig:
         _refuse_unknown(table, cls, "")
-        given = dict(table)
-        if "store" not in given:
+        options = dict(table)
+        if "store" not in options:
             raise InvalidInputError("store is missing: the database that all replicas share, postgresql://…")
         for name in ("engine", "replicas"):
-            if not isinstance(given.get(name, {}), Mapping):
-                raise InvalidInputError(f"[{name}] is a table, got {given[name]!r}")
-        if "replicas" in given:
-            _refuse_unknown(given["replicas"], ReplicaSettings, "[replicas] ")
-            given["replicas"] = ReplicaSettings(**given["replicas"])
-        blocks = given.get("blocks", ())
+            if not isinstance(options.get(name, {}), Mapping):
+                raise InvalidInputError(f"[{name}] is a table, got {options[name]!r}")
+        if "replicas" in options:
+            _refuse_unknown(options["replicas"], ReplicaSettings, "[replicas] ")
+            options["replicas"] = ReplicaSettings(**options["replicas"])
+        blocks = options.get("blocks", ())
         if not isinstance(blocks, (list, tuple)) or not all(isinstance(each, str) for each in blocks):
             raise InvalidInputError(f"blocks is a list of URLs, got {blocks!r}")
-        taken = sorted({"store", "blocks", "model", "isolated"} & set(given.get("engine", {})))
+        taken = sorted({"store", "blocks", "model", "isolated"} & set(options.get("engine", {})))
         if taken:
             raise InvalidInputError(f"[engine] {taken[0]} stands above, or is not for replicas: remove it")
-        return cls(**{**given, "blocks": tuple(blocks)})
+        return cls(**{**options, "blocks": tuple(blocks)})
 
 
 def _refuse_unknown(table: Mapping[str, Any], kind: type, where: str) -> None:

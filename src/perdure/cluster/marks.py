@@ -44,8 +44,8 @@ def _session_name(path: str, headers: Sequence[tuple[bytes, bytes]], sent: Mappi
     for named in (own.get("session") if isinstance(own, dict) else None, sent.get("previous_response_id")):
         if isinstance(named, str) and named:
             return named
-    if (found := _IN_PATH.match(path)) is not None:
-        return unquote(found[1])
+    if (match := _IN_PATH.match(path)) is not None:
+        return unquote(match[1])
     header = session_id(headers)
     return None if header is None else header.decode("ascii")
 
@@ -97,10 +97,10 @@ def _json(body: bytes) -> Mapping[str, Any]:
         text = body.decode() if body[:1] in (b"{", b" ", b"\n", b"\r", b"\t") else "null"
         scan.push(body)
         scan.check(Limits())
-        found = json.loads(text)
+        parsed = json.loads(text)
     except (ValueError, RecursionError, ApiError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return parsed if isinstance(parsed, dict) else {}
 
 
 def _key(headers: Sequence[tuple[bytes, bytes]]) -> bytes:

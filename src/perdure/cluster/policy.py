@@ -73,23 +73,23 @@ class ReplicaFacts:
         }
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> ReplicaFacts:
+    def from_json(cls, stats: Mapping[str, Any]) -> ReplicaFacts:
         """What a replica told; whatever makes no sense is left out, as a replica of another version may say
         it in other words."""
-        marks = told.get("marks")
+        marks = stats.get("marks")
         numbers = {
-            name: float(told[name])
+            name: float(stats[name])
             for name in ("seconds", "rate", "full")
-            if is_number(told.get(name)) and told[name] > 0
+            if is_number(stats.get(name)) and stats[name] > 0
         }
         wholes = {
-            name: int(told[name])
+            name: int(stats[name])
             for name, least in (("queue", 0), ("slots", 1))
-            if is_whole(told.get(name)) and told[name] >= least
+            if is_whole(stats.get(name)) and stats[name] >= least
         }
         return cls(
             marks=marks if isinstance(marks, dict) else {},
-            draining=told.get("draining") is True,
+            draining=stats.get("draining") is True,
             **numbers,  # type: ignore[arg-type]
             **wholes,
         )
@@ -157,14 +157,14 @@ class RouterMemory:
     ) -> dict[str, ReplicaFacts]:
         """The facts with what was sent since they were told, and `trust` seconds before that: a request that
         is being answered is warm nowhere yet."""
-        found = dict(replicas)
+        updated = dict(replicas)
         for mark, _ in ask.marks:
             replica, tokens, at = self._sent.get(mark, ("", 0, 0.0))
-            facts = found.get(replica)
+            facts = updated.get(replica)
             if facts is None or mark in facts.marks or at + trust < told_at.get(replica, 0.0):
                 continue
-            found[replica] = ReplicaFacts(**{**facts.to_json(), "marks": {**facts.marks, mark: tokens}})
-        return found
+            updated[replica] = ReplicaFacts(**{**facts.to_json(), "marks": {**facts.marks, mark: tokens}})
+        return updated
 
 
 class WarmMarks:

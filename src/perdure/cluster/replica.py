@@ -108,18 +108,18 @@ class Replica:
 
     def facts(self) -> ReplicaFacts:
         waiting, running = self.app_state.runtime.load
-        told: dict[str, float] = {}
+        speeds: dict[str, float] = {}
         if self._seconds is not None:
-            told["seconds"] = self._seconds
+            speeds["seconds"] = self._seconds
         if self._rates:
-            told["rate"] = max(self._rates.values())
+            speeds["rate"] = max(self._rates.values())
         return ReplicaFacts(
             marks=self._warm.latest(),
             queue=max(waiting + running, self._answering),
             slots=self.app_state.runtime.slots,
             full=self._warm.full(time.monotonic()),
             draining=self.app_state.life.draining,
-            **told,
+            **speeds,
         )
 
     async def answer(self, call: Call) -> AsyncIterator[Head | bytes]:
@@ -139,14 +139,14 @@ class Replica:
             "server": None,
             "state": {},
         }
-        left, asked = asyncio.Event(), False
+        left, body_sent = asyncio.Event(), False
         # One piece may wait: a client that reads slowly slows its reply, and nothing is piled up.
         pieces: asyncio.Queue[Head | bytes | None] = asyncio.Queue(1)
 
         async def receive() -> Message:
-            nonlocal asked
-            if not asked:
-                asked = True
+            nonlocal body_sent
+            if not body_sent:
+                body_sent = True
                 return {"type": "http.request", "body": call.body, "more_body": False}
             await left.wait()
             return {"type": "http.disconnect"}

@@ -55,16 +55,16 @@ class Evaluation:
     @property
     def metrics(self) -> dict[str, dict[str, Any]]:
         """Figures by kind of task, each with what it lies between with 95% certainty."""
-        found: dict[str, dict[str, Any]] = {}
+        metrics: dict[str, dict[str, Any]] = {}
         if logprobs := self.logprobs:
             interval, error = statistics.perplexity(logprobs)
             size = sum(each.text_bytes for each in self.judgements)
             bits = -sum(logprobs) / size / 0.6931471805599453 if size else None
-            found["perplexity"] = dataclasses.asdict(interval) | {"error": error, "bits_per_byte": bits}
+            metrics["perplexity"] = dataclasses.asdict(interval) | {"error": error, "bits_per_byte": bits}
         for kind in dict.fromkeys(each.kind for each in self.judgements if each.right is not None):
             right = [each.right for each in self.judgements if each.kind == kind]
-            found[kind] = dataclasses.asdict(statistics.share(sum(map(bool, right)), len(right)))
-        return found
+            metrics[kind] = dataclasses.asdict(statistics.share(sum(map(bool, right)), len(right)))
+        return metrics
 
     def report(self) -> dict[str, Any]:
         """Everything as JSON."""
@@ -137,11 +137,11 @@ def evaluate(
         check_whole("stride", stride, 1, window - 1)
     check_whole("slots", slots, 1, 256)
     tasks = read_tasks(Path(file))
-    with ExitStack() as held:
+    with ExitStack() as stack:
         if isinstance(model, Runtime):
             runtime = model
         else:
-            runtime = held.enter_context(
+            runtime = stack.enter_context(
                 open_runtime(
                     model,
                     n_ctx=n_ctx or max(window + 8, 4096 if tasks.others else 0),
@@ -280,7 +280,7 @@ def compare(first: Evaluation, second: Evaluation) -> list[Difference]:
         raise InvalidInputError(
             f"the evaluations are of different files: {first.file['path']} and {second.file['path']}"
         )
-    found = []
+    differences = []
     a, b = first.logprobs, second.logprobs
     if a or b:
         windows = [(each.task, len(each.logprobs)) for each in first.judgements if each.logprobs]
@@ -291,7 +291,7 @@ def compare(first: Evaluation, second: Evaluation) -> list[Difference]:
             )
         ratio = statistics.perplexity_ratio(a, b)
         values = [statistics.perplexity(each)[0].value for each in (a, b)]
-        found.append(
+        differences.append(
             Difference(kind="perplexity", first=values[0], second=values[1], difference=ratio, chance=None)
         )
     for kind in dict.fromkeys(each.kind for each in first.judgements if each.right is not None):
@@ -303,7 +303,7 @@ def compare(first: Evaluation, second: Evaluation) -> list[Difference]:
         ours, theirs = ([table[task] for task in both] for table in answers)
         if not both:
             continue
-        found.append(
+        differences.append(
             Difference(
                 kind=kind,
                 first=sum(ours) / len(both),
@@ -312,7 +312,7 @@ def compare(first: Evaluation, second: Evaluation) -> list[Difference]:
                 chance=statistics.sign_test(ours, theirs),
             )
         )
-    return found
+    return differences
 
 
 def write_report(evaluation: Evaluation, path: Path) -> None:

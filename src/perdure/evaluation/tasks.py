@@ -70,11 +70,11 @@ class Window(Task):
 
     def judge(self, runtime: Runtime) -> Judgement:
         reply = runtime.generate(self.tokens, prompt_logprobs=0, max_tokens=1, temperature=0)
-        found = [
+        logprobs = [
             entry.logprob for entry in (reply.prompt_logprobs or ())[-self.scored :] if entry is not None
         ]
         size = sum(len(runtime.model.piece(token)) for token in self.tokens[-self.scored :])
-        return Judgement(task=self.name, kind=self.KIND, logprobs=tuple(found), text_bytes=size)
+        return Judgement(task=self.name, kind=self.KIND, logprobs=tuple(logprobs), text_bytes=size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,8 +286,8 @@ def _task(record: Mapping[str, Any], name: str, where: str) -> Task:
     if not is_whole(limit) or limit < 1:
         raise InvalidInputError(f"{where}: max_tokens is a whole number from 1, got {limit!r}")
     shared: dict[str, Any] = {"name": name, "prompt": prompt, "messages": messages, "max_tokens": limit}
-    asked = [key for key in ("answer", "regex", "schema") if key in record]
-    if len(asked) != 1:
+    keys = [key for key in ("answer", "regex", "schema") if key in record]
+    if len(keys) != 1:
         raise InvalidInputError(f"{where} needs one of answer, regex, schema and choices")
     if "answer" in record:
         return ExactMatch(answer=_text(record, "answer", where), **shared)

@@ -45,11 +45,11 @@ class Event:
 
     def to_dict(self) -> dict[str, Any]:
         """Its fields as plain data, with its `kind` first."""
-        found: dict[str, Any] = {"kind": self.kind}
+        record: dict[str, Any] = {"kind": self.kind}
         for each in dataclasses.fields(self):
             value = getattr(self, each.name)
-            found[each.name] = dict(value) if isinstance(value, Mapping) else value
-        return found
+            record[each.name] = dict(value) if isinstance(value, Mapping) else value
+        return record
 
 
 @dataclass(frozen=True, slots=True)

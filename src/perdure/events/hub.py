@@ -151,7 +151,7 @@ class EventHub:
     observer does or raises reaches nobody else. Anyone may subscribe; any thread may emit.
     """
 
-    def __init__(self, changed: Callable[[bool], None] = lambda wanted: None) -> None:
+    def __init__(self, changed: Callable[[bool], None] = lambda has_listeners: None) -> None:
         """`changed` is told whether somebody wants all events, whenever that changes."""
         self._changed = changed
         self._changing = threading.RLock()

@@ -97,9 +97,9 @@ class OpenTelemetry:
                 self._spans.pop(old)[0].end()
                 self._surprisal.pop(old, None)
             return
-        if (found := self._spans.get(event.request)) is None:
+        if (span_and_start := self._spans.get(event.request)) is None:
             return
-        self._add(event, *found)
+        self._add(event, *span_and_start)
 
     def _add(self, event: Event, span: Any, began: float) -> None:
         if isinstance(event, Placed):

@@ -50,14 +50,14 @@ def compare(
         both = [name for name in ours.tensors if name in theirs.tensors]
         alike = [name for name in both if ours.tensors[name].shape == theirs.tensors[name].shape]
         total = sum(ours.tensors[name].size for name in alike)
-        found, done = [], 0
+        differences, done = [], 0
         for name in alike:
-            found.append(_difference(ours, theirs, ours.tensors[name], theirs.tensors[name]))
+            differences.append(_difference(ours, theirs, ours.tensors[name], theirs.tensors[name]))
             done += ours.tensors[name].size
             if progress:
                 progress(done, total)
         return Comparison(
-            tensors=tuple(found),
+            tensors=tuple(differences),
             only_first=tuple(name for name in ours.tensors if name not in theirs.tensors),
             only_second=tuple(name for name in theirs.tensors if name not in ours.tensors),
             other_shape=tuple(name for name in both if name not in alike),

@@ -64,9 +64,9 @@ def merge(
     are written, such as F16.
     """
     _check(models, method, base, t, density)
-    with ExitStack() as held:
-        files = [held.enter_context(TensorFile(path)) for path in models]
-        origin = held.enter_context(TensorFile(base)) if base is not None else None
+    with ExitStack() as stack:
+        files = [stack.enter_context(TensorFile(path)) for path in models]
+        origin = stack.enter_context(TensorFile(base)) if base is not None else None
         first = files[0]
         for other in [*files[1:], *([origin] if origin else [])]:
             _same_shape(first, other)
@@ -245,15 +245,15 @@ def _ties(
         limits.append(_largest(lambda start, n, index=index: change(index, start, n), info, count))  # type: ignore[misc]
 
     def rows(start: int, count: int) -> Rows:
-        kept = []
+        changes = []
         for index, weight in enumerate(weights):
             moved = change(index, start, count)
             moved[np.abs(moved) < limits[index]] = 0.0
-            kept.append(weight * moved.astype(np.float64))
-        sign = np.sign(sum(kept))
-        total = np.zeros_like(kept[0])
-        shares = np.zeros_like(kept[0])
-        for weight, weighted in zip(weights, kept, strict=True):
+            changes.append(weight * moved.astype(np.float64))
+        sign = np.sign(sum(changes))
+        total = np.zeros_like(changes[0])
+        shares = np.zeros_like(changes[0])
+        for weight, weighted in zip(weights, changes, strict=True):
             agrees = (np.sign(weighted) == sign) & (weighted != 0)
             total += np.where(agrees, weighted, 0.0)
             shares += np.where(agrees, weight, 0.0)
@@ -268,16 +268,16 @@ def _largest(rows: Part, tensor: TensorInfo, count: int) -> np.float32:
     passes count the upper half of them and then, within one value of that, the lower."""
 
     def table(select: Callable[[NDArray[np.uint32]], NDArray[Any]]) -> NDArray[np.int64]:
-        found = np.zeros(1 << 16, np.int64)
+        counts = np.zeros(1 << 16, np.int64)
         for start, n in chunks(tensor, 4):
             bits = np.abs(rows(start, n)).reshape(-1).view(np.uint32)
-            found += np.bincount(select(bits), minlength=1 << 16)
-        return found
+            counts += np.bincount(select(bits), minlength=1 << 16)
+        return counts
 
-    def place(found: NDArray[np.int64], wanted: int) -> tuple[int, int]:
-        above = np.cumsum(found[::-1])
-        at = int(np.searchsorted(above, wanted))
-        return len(found) - 1 - at, wanted - int(above[at - 1] if at else 0)
+    def place(counts: NDArray[np.int64], rank: int) -> tuple[int, int]:
+        above = np.cumsum(counts[::-1])
+        at = int(np.searchsorted(above, rank))
+        return len(counts) - 1 - at, rank - int(above[at - 1] if at else 0)
 
     upper, left = place(table(lambda bits: bits >> 16), count)
     lower, _ = place(table(lambda bits: bits[bits >> 16 == upper] & 0xFFFF), left)
@@ -296,7 +296,7 @@ def _changes(model: TensorFile, lora: TensorFile, scale: float) -> dict[str, Par
             f"{model.path.name} is {model.metadata.get('general.architecture')}"
         )
     alpha = about.get("adapter.lora.alpha")
-    found: dict[str, Part] = {}
+    changes: dict[str, Part] = {}
     for name, first in lora.tensors.items():
         if not name.endswith(_LORA_A):
             continue
@@ -306,10 +306,10 @@ def _changes(model: TensorFile, lora: TensorFile, scale: float) -> dict[str, Par
             raise InvalidInputError(f"{lora.path.name} changes {of}, which the model or the adapter lacks")
         rank = second.width
         factor = scale * float(alpha) / rank if is_number(alpha) and alpha else scale
-        found[of] = _product(lora, first, second, tensor, factor)
-    if not found:
+        changes[of] = _product(lora, first, second, tensor, factor)
+    if not changes:
         raise ModelFileError(f"{lora.path} changes no tensor")
-    return found
+    return changes
 
 
 def _product(lora: TensorFile, a: TensorInfo, b: TensorInfo, tensor: TensorInfo, factor: float) -> Part:

@@ -104,8 +104,8 @@ def _mlx_config(path: Path, config: dict[str, Any]) -> dict[str, Any]:
         raise InvalidInputError(
             f"{path} is of type {str(config['fine_tune_type'])[:40]!r}; a GGUF adapter holds a lora"
         )
-    given = config.get("lora_parameters")
-    scale = given.get("scale") if isinstance(given, dict) else None
+    parameters = config.get("lora_parameters")
+    scale = parameters.get("scale") if isinstance(parameters, dict) else None
     if not is_number(scale) or not math.isfinite(scale) or not scale:
         raise ModelFileError(f"{path} has no scale in its lora_parameters")
     return {"lora_alpha": 1.0, "mlx_scale": float(scale)}
@@ -121,18 +121,18 @@ def _weights(folder: Path, config: dict[str, Any]) -> Path:
 
 
 def _pairs(source: TensorFile) -> dict[str, dict[str, TensorInfo]]:
-    found: dict[str, dict[str, TensorInfo]] = {}
+    pairs: dict[str, dict[str, TensorInfo]] = {}
     for name, tensor in source.tensors.items():
         match = _HALF.fullmatch(name) or _TABLE.fullmatch(name) or _MLX.fullmatch(name)
         if match is None or len(tensor.shape) != 2 or not tensor.is_float:
             raise InvalidInputError(
                 f"{source.path} holds {name[:120]!r}, which is no part of a LoRA of matrices"
             )
-        found.setdefault(match["module"], {})[match["half"].upper()] = tensor
-    for module, halves in found.items():
+        pairs.setdefault(match["module"], {})[match["half"].upper()] = tensor
+    for module, halves in pairs.items():
         if len(halves) != 2:
             raise ModelFileError(f"{source.path} is damaged: {module[:120]} has one half of its LoRA")
-    return found
+    return pairs
 
 
 def _adapted(

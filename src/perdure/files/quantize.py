@@ -196,7 +196,7 @@ def read_importance(path: str | os.PathLike[str]) -> dict[str, NDArray[np.float3
             raise ModelFileError(
                 f"{path} is no importance matrix of llama.cpp's (general.type is not imatrix)"
             )
-        found = {}
+        importance = {}
         for name, tensor in file.tensors.items():
             if not name.endswith(_SUMS):
                 continue
@@ -210,8 +210,8 @@ def read_importance(path: str | os.PathLike[str]) -> dict[str, NDArray[np.float3
                     f"{path} is damaged: {name} has {len(sums)} rows that do not fit its counts"
                 )
             mean = np.where(times > 0, sums / np.maximum(times, 1), 1.0)
-            found[of] = mean.astype(np.float32).reshape(-1)
-        return found
+            importance[of] = mean.astype(np.float32).reshape(-1)
+        return importance
 
 
 def run_child(job: dict[str, Any], target: Path, progress: Progress | None) -> dict[str, Any]:
@@ -256,25 +256,25 @@ def _follow(process: subprocess.Popen[bytes], progress: Progress | None) -> dict
     result: dict[str, Any] | None = None
     for line in process.stdout:
         try:
-            said = json.loads(line)
+            message = json.loads(line)
         except ValueError:
             # A library may print lines of its own.
             continue
-        if not isinstance(said, dict):
+        if not isinstance(message, dict):
             continue
-        if "error" in said:
-            kind = getattr(errors, str(said.get("kind")), EngineError)
-            raise kind(said["error"])
-        if "of" in said and progress is not None:
-            progress(said["done"], said["of"])
-        result = said.get("result", result)
+        if "error" in message:
+            kind = getattr(errors, str(message.get("kind")), EngineError)
+            raise kind(message["error"])
+        if "of" in message and progress is not None:
+            progress(message["done"], message["of"])
+        result = message.get("result", result)
     return result
 
 
-def _type_name(given: str, known: dict[str, int], what: str) -> str:
-    name = next((name for name in known if name.lower() == given.lower()), None)
+def _type_name(text: str, known: dict[str, int], what: str) -> str:
+    name = next((name for name in known if name.lower() == text.lower()), None)
     if name is None:
-        raise InvalidInputError(f"there is no {what} {given!r}; there are {', '.join(known)}")
+        raise InvalidInputError(f"there is no {what} {text!r}; there are {', '.join(known)}")
     return name
 
 

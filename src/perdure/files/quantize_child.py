@@ -64,7 +64,7 @@ def quantize(job: dict[str, Any]) -> dict[str, Any]:
         override.tag, override.key, override.text = Override.TEXT, key.encode(), text.encode()
     if job["texts"]:
         params.kv_overrides = ctypes.addressof(overrides)
-    rows, kept = _importance_rows(job["importance"])
+    rows, matrix = _importance_rows(job["importance"])
     if rows is not None:
         params.imatrix = ctypes.addressof(rows)
     log = logging.getLogger("perdure.llama")
@@ -74,7 +74,7 @@ def quantize(job: dict[str, Any]) -> dict[str, Any]:
         code = lib.llama_model_quantize(
             os.fsencode(job["source"]), os.fsencode(job["target"]), ctypes.byref(params)
         )
-    del kept
+    del matrix
     if code:
         reason = str(reasons)
         if "imatrix" in reason or "importance" in reason.lower():
@@ -189,14 +189,16 @@ class Collector:
             operation = self._operation(node.operation)
             if operation not in ("MUL_MAT", "MUL_MAT_ID"):
                 return not ask
-            weight, given = node.inputs[0].contents, node.inputs[1].contents
+            weight, activations = node.inputs[0].contents, node.inputs[1].contents
             name = weight.name.decode("utf-8", "replace")
-            if given.type != 0 or not (name.startswith("blk.") or name == "output.weight"):
+            if activations.type != 0 or not (name.startswith("blk.") or name == "output.weight"):
                 return not ask
-            if operation == "MUL_MAT" and given.shape[1] < self._SHORTEST:
+            if operation == "MUL_MAT" and activations.shape[1] < self._SHORTEST:
                 return not ask
             if not ask:
-                self._add(name, weight, given, node.inputs[2].contents if operation == "MUL_MAT_ID" else None)
+                self._add(
+                    name, weight, activations, node.inputs[2].contents if operation == "MUL_MAT_ID" else None
+                )
             return True
         except Exception as error:  # nothing may leave a callback
             self.problem = self.problem or repr(error)
@@ -207,16 +209,16 @@ class Collector:
             self._names[number] = self._lib.ggml_op_name(number).decode()
         return self._names[number]
 
-    def _add(self, name: str, weight: Any, given: Any, chosen: Any) -> None:
+    def _add(self, name: str, weight: Any, activations: Any, chosen: Any) -> None:
         import numpy as np
 
-        numbers = self._read(given, "<f4")
+        numbers = self._read(activations, "<f4")
         squares = np.square(numbers, dtype=np.float64)
         width, experts = weight.shape[0], weight.shape[2]
         sums = self.sums.setdefault(name, np.zeros((experts, width)))
         counts = self.counts.setdefault(name, np.zeros(experts, np.int64))
         if chosen is None:
-            # One matrix, or several that take the planes of what is given in turn.
+            # One matrix, or several that take the planes of the activations in turn.
             for index, plane in enumerate(squares.sum(axis=2).reshape(-1, width)):
                 sums[index % experts] += plane
                 counts[index % experts] += squares.shape[2]

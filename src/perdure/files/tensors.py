@@ -77,7 +77,7 @@ class TensorFile(Closing):
         if self.path.suffix == ".safetensors":
             header = read_safetensors(self.path)
             self.metadata = header.metadata
-            found = [
+            infos = [
                 TensorInfo(
                     name=each.name,
                     type=each.dtype,
@@ -92,7 +92,7 @@ class TensorFile(Closing):
             parts = read_parts(self.path)
             self.gguf = parts[0]
             self.metadata = parts[0].metadata
-            found = [
+            infos = [
                 TensorInfo(
                     name=each.name,
                     type=each.type.name,
@@ -104,7 +104,7 @@ class TensorFile(Closing):
                 for part in parts
                 for each in part.tensors
             ]
-        self.tensors: Mapping[str, TensorInfo] = {each.name: each for each in found}
+        self.tensors: Mapping[str, TensorInfo] = {each.name: each for each in infos}
 
     def raw(self, tensor: TensorInfo, start: int = 0, count: int | None = None) -> NDArray[np.uint8]:
         """The bytes of rows of a tensor, from row `start`."""

@@ -56,11 +56,11 @@ def convert_trained(
             raise InvalidInputError(
                 f"models of {architecture} cannot be converted; those of {ARCHITECTURE} can"
             )
-        found: dict[str, tuple[TensorFile, TensorInfo]] = {}
+        sources: dict[str, tuple[TensorFile, TensorInfo]] = {}
         for path in sorted(place.glob("model*.safetensors")):
             file = opened.enter_context(TensorFile(path))
-            found.update({name: (file, tensor) for name, tensor in file.tensors.items()})
-        planned = [_replaced(tensor, found, model) for tensor in model.tensors.values()]
+            sources.update({name: (file, tensor) for name, tensor in file.tensors.items()})
+        planned = [_replaced(tensor, sources, model) for tensor in model.tensors.values()]
         about: dict[str, str | int | float | Sequence[str]] = {
             "perdure.version": version("perdure"),
             "general.name": place.resolve().name,
@@ -71,7 +71,7 @@ def convert_trained(
 
 
 def _replaced(
-    tensor: TensorInfo, found: dict[str, tuple[TensorFile, TensorInfo]], model: TensorFile
+    tensor: TensorInfo, sources: dict[str, tuple[TensorFile, TensorInfo]], model: TensorFile
 ) -> Planned:
     match = _LAYER.fullmatch(tensor.name)
     part = LAYER_PARTS.get(match["part"]) if match else None
@@ -80,12 +80,12 @@ def _replaced(
         name = f"model.layers.{int(match['layer'])}.{part}.{match['kind']}"
     if name is None:
         raise InvalidInputError(f"the model has a {tensor.name}, which a folder has no name for here")
-    if name not in found and tensor.name == "output.weight":
+    if name not in sources and tensor.name == "output.weight":
         # It writes with the table that it reads with.
         name = _ENDS["token_embd.weight"]
-    if name not in found:
+    if name not in sources:
         raise ModelFileError(f"the folder has no {name}, which the model has as {tensor.name}")
-    source, own = found[name]
+    source, own = sources[name]
     if own.shape != tensor.shape or not own.is_float:
         raise InvalidInputError(
             f"the folder has {name} of {own.shape} in {own.type}, the model has {tensor.shape}: they are of "

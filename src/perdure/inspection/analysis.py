@@ -270,8 +270,8 @@ def _traced(ctx: Context, sizes: Sizes, count: int, notes: list[str]) -> Trace |
     rows = _attention_rows(sizes, count)
     if not rows:
         notes.append(f"No attention: the weights of {count} tokens in all heads take too much memory.")
-    wanted = [("hidden", "attention", "router"), ("hidden", "router")]
-    for what in wanted if rows else wanted[1:]:
+    kinds = [("hidden", "attention", "router"), ("hidden", "router")]
+    for what in kinds if rows else kinds[1:]:
         try:
             trace = ctx.trace(what=what, start=max(0, count - (rows or _TRACED)))
         except InvalidInputError as error:

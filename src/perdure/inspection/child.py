@@ -65,7 +65,7 @@ def _made(job: dict[str, Any], out: TextIO) -> dict[str, Any]:
     figures = job["figures"]
     with Model(job["path"], gpu_layers=0) as model:
         adapters = AdapterTable(model.adapter).resolve(job["adapters"], tokens)
-        found = examine(
+        analysis = examine(
             model,
             tokens,
             prompt=job["prompt"],
@@ -82,7 +82,7 @@ def _made(job: dict[str, Any], out: TextIO) -> dict[str, Any]:
             progress=progress,
         )
     progress("page", 0, 0)
-    return {"page": page_of(found), "notes": list(found.notes)}
+    return {"page": page_of(analysis), "notes": list(analysis.notes)}
 
 
 def _tell(out: TextIO, message: dict[str, Any]) -> None:

@@ -31,8 +31,8 @@ class KvComparison:
     @property
     def drift_by_layer(self) -> Floats:
         """The larger of both drifts, as its middle over tokens and heads."""
-        found: Floats = np.maximum(self.k_drift, self.v_drift).mean(axis=(1, 2))
-        return found
+        drift: Floats = np.maximum(self.k_drift, self.v_drift).mean(axis=(1, 2))
+        return drift
 
     @property
     def equal(self) -> bool:

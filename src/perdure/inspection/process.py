@@ -90,13 +90,13 @@ class AnalysisProcess:
 
     def run(self) -> Iterator[AnalysisProgress | AnalysisPage]:
         """How it goes on, and at last the page. The process is gone when this ends, however it does."""
-        with tempfile.TemporaryFile() as said:
-            child = self._start(said)
+        with tempfile.TemporaryFile() as stderr:
+            child = self._start(stderr)
             try:
                 yield from self._read(child)
             except EngineDiedError as died:
                 if not self._cancelled:
-                    log.warning("%s: %s", died, _tail(said))
+                    log.warning("%s: %s", died, _tail(stderr))
                 raise
             finally:
                 child.kill()
@@ -105,7 +105,7 @@ class AnalysisProcess:
                     if pipe is not None:
                         pipe.close()
 
-    def _start(self, said: IO[bytes]) -> subprocess.Popen[str]:
+    def _start(self, stderr: IO[bytes]) -> subprocess.Popen[str]:
         with self._lock:
             if self._cancelled:
                 raise EngineDiedError("the analysis was cancelled")
@@ -113,7 +113,7 @@ class AnalysisProcess:
                 system.isolated_python("-m", "perdure.inspection.child"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=said,
+                stderr=stderr,
                 text=True,
                 encoding="utf-8",
             )
@@ -159,15 +159,15 @@ class AnalysisProcess:
 
 def _error(name: str, message: str) -> PerdureError:
     """What the process raised. Some take more than a message."""
-    found = getattr(errors, name, EngineError)
+    kind = getattr(errors, name, EngineError)
     try:
-        error: PerdureError = found(message)
+        error: PerdureError = kind(message)
     except TypeError:
         error = EngineError(message)
     return error
 
 
-def _tail(said: IO[bytes]) -> str:
+def _tail(stderr: IO[bytes]) -> str:
     """What it said last."""
-    said.seek(max(0, os.fstat(said.fileno()).st_size - _TAIL))
-    return said.read().decode("utf-8", "replace").strip()
+    stderr.seek(max(0, os.fstat(stderr.fileno()).st_size - _TAIL))
+    return stderr.read().decode("utf-8", "replace").strip()

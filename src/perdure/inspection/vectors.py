@@ -58,8 +58,8 @@ def read_pairs(path: str | os.PathLike[str]) -> list[ContrastPair]:
         if not line.strip():
             continue
         try:
-            found = json.loads(line)
-            texts = [found[key] for key in ("positive", "negative")]
+            record = json.loads(line)
+            texts = [record[key] for key in ("positive", "negative")]
             if not all(isinstance(text, str) for text in texts):
                 raise TypeError
         except (ValueError, KeyError, TypeError, RecursionError):
@@ -100,31 +100,31 @@ def directions(
     mean = apart.mean(axis=0)
     if method == "mean" or len(pairs) == 1:
         return np.asarray(mean, np.float32)
-    found = np.empty_like(mean)
+    vectors = np.empty_like(mean)
     for layer in range(mean.shape[0]):
         # Both signs of each difference: the first component then goes through the middle.
         both = np.concatenate([apart[:, layer], -apart[:, layer]])
         axis = np.linalg.svd(both, full_matrices=False)[2][0]
-        found[layer] = axis * float(mean[layer] @ axis)
-    return np.asarray(found, np.float32)
+        vectors[layer] = axis * float(mean[layer] @ axis)
+    return np.asarray(vectors, np.float32)
 
 
-def write_vector(path: str | os.PathLike[str], found: Floats, architecture: str) -> None:
+def write_vector(path: str | os.PathLike[str], vectors: Floats, architecture: str) -> None:
     """Write directions as a control vector in GGUF. The file appears when it is whole."""
-    if not np.isfinite(found).all():
+    if not np.isfinite(vectors).all():
         raise InvalidInputError("a direction has values that are no numbers: it is not written")
     planned = [
         Planned(
             name=f"direction.{layer}",
             type="F32",
-            shape=(found.shape[1],),
+            shape=(vectors.shape[1],),
             pieces=lambda row=row: [np.ascontiguousarray(row, "<f4").view(np.uint8)],  # type: ignore[misc]
         )
-        for layer, row in enumerate(found, 1)
+        for layer, row in enumerate(vectors, 1)
     ]
     about: dict[str, str | int | float | Sequence[str]] = {
         "general.architecture": "controlvector",
         "controlvector.model_hint": architecture,
-        "controlvector.layer_count": len(found),
+        "controlvector.layer_count": len(vectors),
     }
     write_model(Path(path), planned, texts=about)

@@ -31,14 +31,14 @@ def verify(archive: Path, package: Package) -> None:
             f"what came for {package} is not the pinned archive: {size} bytes, expected {package.size}. "
             "Nothing of it was unpacked"
         )
-    found = hashlib.sha512()
+    digest = hashlib.sha512()
     with archive.open("rb") as file:
         while chunk := file.read(_CHUNK):
-            found.update(chunk)
-    if not hmac.compare_digest(found.digest(), _digest(package)):
+            digest.update(chunk)
+    if not hmac.compare_digest(digest.digest(), _digest(package)):
         raise LibraryFetchError(
             f"what came for {package} is not the pinned archive: SHA-512 "
-            f"{base64.b64encode(found.digest()).decode()}, expected {package.sha512}. "
+            f"{base64.b64encode(digest.digest()).decode()}, expected {package.sha512}. "
             "Nothing of it was unpacked"
         )
 

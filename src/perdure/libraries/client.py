@@ -67,9 +67,9 @@ class WheelClient:
 @contextmanager
 def npm(folder: Path, progress: Progress | None = None) -> Iterator[Client]:
     """npm from the PATH, or else one that pip fetches into `folder` and that is gone afterwards."""
-    found = _program("npm")
-    if found is not None:
-        yield PathClient(found)
+    program = _program("npm")
+    if program is not None:
+        yield PathClient(program)
         return
     with tempfile.TemporaryDirectory(dir=folder, prefix=".npm-") as place:
         _install_node(Path(place), progress)
@@ -95,8 +95,8 @@ def pack(client: Client, package: Package, folder: Path, progress: Progress | No
 def _program(name: str) -> Path | None:
     """A program on the PATH. Entries that mean the current folder are left out, also Windows' own."""
     for entry in os.get_exec_path():
-        if Path(entry).is_absolute() and (found := shutil.which(name, path=entry)):
-            path = Path(found)
+        if Path(entry).is_absolute() and (executable := shutil.which(name, path=entry)):
+            path = Path(executable)
             if path.parent == Path(entry):
                 return path
     return None
@@ -122,9 +122,9 @@ def _install_node(folder: Path, progress: Progress | None) -> None:
     ) as child:
         assert child.stdout is not None
         for line in child.stdout:
-            found = _RAW.match(line)
-            if found and progress:
-                progress(int(found[1]), int(found[2]) or None)
+            match = _RAW.match(line)
+            if match and progress:
+                progress(int(match[1]), int(match[2]) or None)
             elif line.startswith("ERROR"):
                 last = line.strip()
     if child.returncode:
@@ -137,9 +137,9 @@ def _install_node(folder: Path, progress: Progress | None) -> None:
 def _cache(client: Client, elsewhere: Path) -> Path | None:
     """The folder in which npm collects what it is fetching."""
     with suppress(LibraryFetchError):
-        said = _run([*client.command(), "config", "get", "cache"], str(elsewhere), "name its cache").strip()
-        if said:
-            return Path(said.splitlines()[-1]) / "_cacache" / "tmp"
+        output = _run([*client.command(), "config", "get", "cache"], str(elsewhere), "name its cache").strip()
+        if output:
+            return Path(output.splitlines()[-1]) / "_cacache" / "tmp"
     return None
 
 

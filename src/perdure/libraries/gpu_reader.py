@@ -44,15 +44,15 @@ def cuda(name: str) -> dict[str, Any]:
 
 def runtimes(majors: range) -> list[int]:
     """The CUDA releases whose runtime the system's loader finds."""
-    found = []
+    loadable = []
     for major in majors:
         try:
             ctypes.CDLL(f"libcudart.so.{major}")
             ctypes.CDLL(f"libcublas.so.{major}")
         except OSError:
             continue
-        found.append(major)
-    return found
+        loadable.append(major)
+    return loadable
 
 
 def vulkan(name: str) -> list[str] | None:

@@ -58,8 +58,8 @@ def installed() -> list[Installed]:
         folders = [entry for entry in settings().engines.iterdir() if entry.is_dir()]
     except OSError:
         return []
-    found = [entry for folder in folders if (entry := _read(folder)) is not None]
-    return sorted(found, key=lambda each: (-each.installed, each.name))
+    entries = [entry for folder in folders if (entry := _read(folder)) is not None]
+    return sorted(entries, key=lambda each: (-each.installed, each.name))
 
 
 def install(backend: str | None = None, progress: Progress | None = None) -> Installed:
@@ -122,12 +122,12 @@ def install_folder(source: Path) -> Installed:
 def find(name: str) -> Installed:
     """An installed library by its name, or by its backend where only one has it."""
     here = installed()
-    found = [each for each in here if name in (each.name, each.backend)]
-    if len(found) != 1:
+    matches = [each for each in here if name in (each.name, each.backend)]
+    if len(matches) != 1:
         names = ", ".join(each.name for each in here) or "none"
-        several = "is not one library" if found else "is not installed"
+        several = "is not one library" if matches else "is not installed"
         raise LibraryFetchError(f"{name} {several} under {settings().engines}; there is {names}")
-    return found[0]
+    return matches[0]
 
 
 def remove(name: str) -> Installed:

@@ -218,14 +218,14 @@ def machine_of(answers: dict[str, object]) -> Machine:
 
 def installable(machine: Machine) -> list[Fit]:
     """`ranked`, less what this system's C library is too old for. An error where none is left says why."""
-    found, problem = [], None
+    fits, problem = [], None
     for fit in ranked(machine):
         try:
             check_system(fit.package)
         except LibraryFetchError as error:
             problem = error
             continue
-        found.append(fit)
-    if not found and problem is not None:
+        fits.append(fit)
+    if not fits and problem is not None:
         raise problem
-    return found
+    return fits

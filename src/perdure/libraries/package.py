@@ -210,18 +210,18 @@ def default_backend() -> str:
 
 def package_for(backend: str | None = None) -> Package:
     """The package with that backend for this machine. An error says what to do where there is none."""
-    wanted = backend or default_backend()
+    name = backend or default_backend()
     here = SYSTEMS.get(platform.system(), platform.system())
     cpu = system.architecture()
     fits = {each.backend: each for each in PACKAGES if each.system == here and each.cpu == cpu}
-    found = fits.get(wanted)
-    if found is None:
+    package = fits.get(name)
+    if package is None:
         there = f"there is {' and '.join(sorted(fits))}" if fits else "there is none at all"
         raise LibraryFetchError(
-            f"there is no prebuilt library with {wanted} for {platform.system()} on {cpu} ({there}): {WAYS}"
+            f"there is no prebuilt library with {name} for {platform.system()} on {cpu} ({there}): {WAYS}"
         )
-    check_system(found)
-    return found
+    check_system(package)
+    return package
 
 
 def check_system(package: Package) -> None:

@@ -82,8 +82,10 @@ def runtime_folders() -> list[Path]:
 
 def compat_drivers() -> list[Path]:
     """Driver libraries for forward compatibility that are on this machine, the newest first."""
-    found = {file.resolve() for folder in globbed(_COMPAT) for file in folder.glob("libcuda.so.1")}
-    return sorted(found, key=lambda file: [int(part) for part in re.findall(r"\d+", file.name)], reverse=True)
+    drivers = {file.resolve() for folder in globbed(_COMPAT) for file in folder.glob("libcuda.so.1")}
+    return sorted(
+        drivers, key=lambda file: [int(part) for part in re.findall(r"\d+", file.name)], reverse=True
+    )
 
 
 def has_runtime(major: int) -> bool:
@@ -98,11 +100,18 @@ def install_runtime(major: int) -> None:
     new = runtime.folder.with_name(f".new-{runtime.folder.name}-{os.getpid()}")
     new.mkdir(parents=True, exist_ok=True)
     try:
-        wanted = new / "requirements.txt"
-        wanted.write_text("".join(f"{name} --hash=sha256:{digest}\n" for name, digest in runtime.pins))
+        requirements = new / "requirements.txt"
+        requirements.write_text("".join(f"{name} --hash=sha256:{digest}\n" for name, digest in runtime.pins))
         command = system.isolated_python(
             *("-m", "pip", "install", "--target", str(new), "--no-deps", "--no-input", "--no-compile"),
-            *("--only-binary", ":all:", "--disable-pip-version-check", "--require-hashes", "-r", str(wanted)),
+            *(
+                "--only-binary",
+                ":all:",
+                "--disable-pip-version-check",
+                "--require-hashes",
+                "-r",
+                str(requirements),
+            ),
         )
         done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
         if done.returncode:

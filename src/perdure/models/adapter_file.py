@@ -241,8 +241,8 @@ def _shape(tensor: Tensor) -> tuple[int, int]:
 
 def _experts(a: Tensor, b: Tensor, experts: tuple[int, ...]) -> bool:
     """Whether both matrices are there for each of a weight's experts, if it has some."""
-    wanted = tuple(count for count in experts if count != 1)
-    return all(tuple(count for count in each.shape[2:] if count != 1) == wanted for each in (a, b))
+    expected = tuple(count for count in experts if count != 1)
+    return all(tuple(count for count in each.shape[2:] if count != 1) == expected for each in (a, b))
 
 
 def _by(tensor: Tensor) -> str:

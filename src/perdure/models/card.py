@@ -243,8 +243,8 @@ class Facts:
         if every:
             return [count if (layer + 1) % every == 0 else 0 for layer, count in enumerate(kv_heads)]
         shared = self.integer("attention.shared_kv_layers") or 0
-        kept = max(0, _LAYERS_WITH_CELLS.get(self._architecture, len(kv_heads) - shared))
-        return [count if layer < kept else 0 for layer, count in enumerate(kv_heads)]
+        layers_with_cells = max(0, _LAYERS_WITH_CELLS.get(self._architecture, len(kv_heads) - shared))
+        return [count if layer < layers_with_cells else 0 for layer, count in enumerate(kv_heads)]
 
 
 def _shares(headers: Sequence[Header]) -> tuple[TypeShare, ...]:
@@ -264,10 +264,10 @@ def _shares(headers: Sequence[Header]) -> tuple[TypeShare, ...]:
 
 def _quantisation(header: Header, types: tuple[TypeShare, ...]) -> str | None:
     """The file's own word for it, or else the type that holds most of its bytes."""
-    said = FILE_TYPES.get(header.integer("general.file_type") or -1)
-    if said is None and header.integer("general.file_type") == 0:
-        said = FILE_TYPES[0]
-    return said or (types[0].type if types else None)
+    file_type = FILE_TYPES.get(header.integer("general.file_type") or -1)
+    if file_type is None and header.integer("general.file_type") == 0:
+        file_type = FILE_TYPES[0]
+    return file_type or (types[0].type if types else None)
 
 
 # Models that come in several files: `name-00001-of-00003.gguf` and so on.
@@ -306,10 +306,10 @@ def read_parts(path: Path) -> tuple[Header, ...]:
 
 
 def _agrees(header: Header, number: int, count: int) -> None:
-    said = header.integer("split.count") or 1
-    if said != count:
+    parts = header.integer("split.count") or 1
+    if parts != count:
         raise ModelFileError(
-            f"{header.path} says that its model has {said} parts, its name says {count}. "
+            f"{header.path} says that its model has {parts} parts, its name says {count}. "
             "Parts must keep the names that they were published with"
         )
     at = header.integer("split.no") or 0

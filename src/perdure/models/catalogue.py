@@ -92,10 +92,10 @@ def names_of(file: str | Path) -> tuple[str, ...]:
 
 def near(name: str) -> tuple[str, ...]:
     """The names that are like one that is not known: of its family, or by spelling."""
-    wanted = name.lower().removesuffix(_LATEST)
-    family = wanted.partition(":")[0]
+    query = name.lower().removesuffix(_LATEST)
+    family = query.partition(":")[0]
     same = [each.name for each in catalogue() if each.name.partition(":")[0] == family]
-    return tuple(same or difflib.get_close_matches(wanted, _by_name(), n=3, cutoff=0.75))
+    return tuple(same or difflib.get_close_matches(query, _by_name(), n=3, cutoff=0.75))
 
 
 def is_like_a_name(word: str) -> bool:
@@ -109,10 +109,10 @@ def is_like_a_name(word: str) -> bool:
 def ranked(free: int | None = None) -> list[tuple[CatalogueModel, FitLevel]]:
     """All of them with how they fit, the best first: what fits, then what is tight, then the rest; the
     recommended one before all others."""
-    found = [(model, fit_of(model.memory, free)) for model in catalogue()]
+    fits = [(model, fit_of(model.memory, free)) for model in catalogue()]
     order: Sequence[FitLevel] = ("fits", "tight", "not")
     best = recommended(free)
-    return sorted(found, key=lambda each: (each[0] is not best, order.index(each[1]), -each[0].quality))
+    return sorted(fits, key=lambda each: (each[0] is not best, order.index(each[1]), -each[0].quality))
 
 
 def recommended(free: int | None = None) -> CatalogueModel | None:

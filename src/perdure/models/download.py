@@ -176,8 +176,8 @@ def _mistake(remote: Remote, part: Path) -> str | None:
     size = part.stat().st_size
     if remote.size is not None and size != remote.size:
         return f"{size} bytes, expected {remote.size}"
-    if remote.sha256 is not None and (found := digest(part)) != remote.sha256:
-        return f"SHA-256 {found}, expected {remote.sha256}"
+    if remote.sha256 is not None and (sha256 := digest(part)) != remote.sha256:
+        return f"SHA-256 {sha256}, expected {remote.sha256}"
     return None
 
 

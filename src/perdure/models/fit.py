@@ -351,7 +351,7 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class FitConstraints:
     """What somebody chose; None is for `propose` to choose."""
 
     n_ctx: int | None = None
@@ -367,7 +367,7 @@ class Wanted:
     @classmethod
     def of(
         cls, settings: Mapping[str, Any], *, gpu_layers: int | None, cpu_experts: int | None = None
-    ) -> Wanted:
+    ) -> FitConstraints:
         """What a context is opened with, and where its model is placed."""
         n_ctx, slots = settings.get("n_ctx", N_CTX), settings.get("slots", SLOTS)
         return cls(
@@ -444,19 +444,19 @@ def largest_context(sizes: Sizes, setup: Setup, room: Room, *, least: int = 1) -
     return max(least, low * _PAD)
 
 
-def propose(name: str, sizes: Sizes, room: Room, wanted: Wanted | None = None) -> Fit:
+def propose(name: str, sizes: Sizes, room: Room, constraints: FitConstraints | None = None) -> Fit:
     """The best way to open a model in `room`: the first of a list, from the best to the least, that fits."""
-    wanted = wanted or Wanted()
-    least = wanted.n_ctx or min(LEAST_CONTEXT, sizes.trained or LEAST_CONTEXT)
+    constraints = constraints or FitConstraints()
+    least = constraints.n_ctx or min(LEAST_CONTEXT, sizes.trained or LEAST_CONTEXT)
     best = smallest = None
-    for setup in _setups(sizes, room, wanted, least):
+    for setup in _setups(sizes, room, constraints, least):
         best = best or setup
         smallest = setup
         if room.holds(sizes, setup):
-            n_ctx = wanted.n_ctx or largest_context(sizes, setup, room, least=least)
+            n_ctx = constraints.n_ctx or largest_context(sizes, setup, room, least=least)
             setup = dataclasses.replace(setup, n_ctx=n_ctx)
-            reasons = _reasons(sizes, setup, best, room, wanted)
-            return _fit(name, sizes, setup, room, _verdict(sizes, setup, best, room, wanted), reasons)
+            reasons = _reasons(sizes, setup, best, room, constraints)
+            return _fit(name, sizes, setup, room, _verdict(sizes, setup, best, room, constraints), reasons)
     assert smallest is not None
     device, machine = room.device_bytes(sizes, smallest), sizes.machine(smallest).total
     reason = (
@@ -468,15 +468,17 @@ def propose(name: str, sizes: Sizes, room: Room, wanted: Wanted | None = None) -
     return _fit(name, sizes, smallest, room, "not", (reason,))
 
 
-def _setups(sizes: Sizes, room: Room, wanted: Wanted, least: int) -> Iterator[Setup]:
+def _setups(sizes: Sizes, room: Room, constraints: FitConstraints, least: int) -> Iterator[Setup]:
     """Ways to open a model, the best one first, with the least context each."""
-    slots = SLOT_CHOICES if wanted.slots is None else (wanted.slots,)
+    slots = SLOT_CHOICES if constraints.slots is None else (constraints.slots,)
     types: tuple[tuple[str, str], ...]
-    if wanted.k_type is None and wanted.v_type is None:
-        types = tuple((each, each) for each in (TYPE_CHOICES if wanted.flash else TYPE_CHOICES[:1]))
+    if constraints.k_type is None and constraints.v_type is None:
+        types = tuple((each, each) for each in (TYPE_CHOICES if constraints.flash else TYPE_CHOICES[:1]))
     else:
-        types = ((wanted.k_type or "f16", wanted.v_type or "f16"),)
-    base = Setup(n_ctx=least, kv_offload=wanted.kv_offload, n_batch=wanted.n_batch, flash=wanted.flash)
+        types = ((constraints.k_type or "f16", constraints.v_type or "f16"),)
+    base = Setup(
+        n_ctx=least, kv_offload=constraints.kv_offload, n_batch=constraints.n_batch, flash=constraints.flash
+    )
 
     def ways(layers: int, experts: int) -> Iterator[Setup]:
         for k_type, v_type in types:
@@ -485,30 +487,32 @@ def _setups(sizes: Sizes, room: Room, wanted: Wanted, least: int) -> Iterator[Se
                     base, slots=count, k_type=k_type, v_type=v_type, gpu_layers=layers, cpu_experts=experts
                 )
 
-    if not room.device or wanted.gpu_layers == 0:
-        yield from ways(0, wanted.cpu_experts or 0)
+    if not room.device or constraints.gpu_layers == 0:
+        yield from ways(0, constraints.cpu_experts or 0)
         return
-    layers = sizes.all_layers if wanted.gpu_layers is None else min(wanted.gpu_layers, sizes.all_layers)
-    yield from ways(layers, wanted.cpu_experts or 0)
+    layers = (
+        sizes.all_layers if constraints.gpu_layers is None else min(constraints.gpu_layers, sizes.all_layers)
+    )
+    yield from ways(layers, constraints.cpu_experts or 0)
     for setup in ways(layers, 0):
-        if wanted.cpu_experts is None and any(sizes.experts):
+        if constraints.cpu_experts is None and any(sizes.experts):
             experts = room.fewest_cpu_experts(sizes, setup)
             if experts is not None:
                 yield dataclasses.replace(setup, cpu_experts=experts)
-    if wanted.gpu_layers is None:
-        experts = (len(sizes.experts) if any(sizes.experts) else 0) if wanted.cpu_experts is None else 0
-        for setup in ways(0, wanted.cpu_experts or experts):
+    if constraints.gpu_layers is None:
+        experts = (len(sizes.experts) if any(sizes.experts) else 0) if constraints.cpu_experts is None else 0
+        for setup in ways(0, constraints.cpu_experts or experts):
             yield dataclasses.replace(setup, gpu_layers=room.most_layers(sizes, setup))
 
 
-def _verdict(sizes: Sizes, setup: Setup, best: Setup, room: Room, wanted: Wanted) -> FitLevel:
+def _verdict(sizes: Sizes, setup: Setup, best: Setup, room: Room, constraints: FitConstraints) -> FitLevel:
     if setup.gpu_layers < best.gpu_layers or setup.cpu_experts > best.cpu_experts:
         return "tight"
     if setup.k_type != best.k_type or (setup.slots == 1 and best.slots > 1):
         return "tight"
     machine = judge(sizes.machine(setup).total, room.machine)
     device = judge(room.device_bytes(sizes, setup), room.device) if setup.gpu_layers else "fits"
-    if "tight" in (machine, device) and wanted.n_ctx is None:
+    if "tight" in (machine, device) and constraints.n_ctx is None:
         # What is left was filled with context, which can be given up.
         least = dataclasses.replace(setup, n_ctx=min(setup.n_ctx, LEAST_CONTEXT))
         machine = judge(sizes.machine(least).total, room.machine)
@@ -516,7 +520,9 @@ def _verdict(sizes: Sizes, setup: Setup, best: Setup, room: Room, wanted: Wanted
     return "tight" if "tight" in (machine, device) else "fits"
 
 
-def _reasons(sizes: Sizes, setup: Setup, best: Setup, room: Room, wanted: Wanted) -> tuple[str, ...]:
+def _reasons(
+    sizes: Sizes, setup: Setup, best: Setup, room: Room, constraints: FitConstraints
+) -> tuple[str, ...]:
     reasons = []
     if setup.gpu_layers and setup.gpu_layers >= sizes.all_layers and not setup.cpu_experts:
         reasons.append(f"all of it fits on the GPU, of which {_gib(room.device)} are free")
@@ -532,15 +538,15 @@ def _reasons(sizes: Sizes, setup: Setup, best: Setup, room: Room, wanted: Wanted
             f"{setup.gpu_layers} of {sizes.all_layers} layers fit on the GPU, of which {_gib(room.device)} "
             "are free; the CPU computes the others"
         )
-    elif not setup.gpu_layers and room.device and wanted.gpu_layers is None:
+    elif not setup.gpu_layers and room.device and constraints.gpu_layers is None:
         reasons.append(f"no layer fits on the GPU, of which {_gib(room.device)} are free")
-    if wanted.n_ctx is None:
+    if constraints.n_ctx is None:
         trained = f"the model was trained for {sizes.trained:,}"
         reasons.append(
             f"{setup.n_ctx:,} tokens a request: "
             + (trained if setup.n_ctx >= sizes.trained else f"more do not fit; {trained}")
         )
-    if wanted.slots is None and setup.slots < best.slots:
+    if constraints.slots is None and setup.slots < best.slots:
         reasons.append(
             f"{setup.slots} request(s) at once: {best.slots} do not fit with {best.n_ctx:,} tokens"
         )

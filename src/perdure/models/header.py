@@ -197,9 +197,9 @@ def _guesses(data: bytes, at: int, end: int) -> tuple[Offsets, Offsets, Offsets]
     two = zero[1:-1] & zero[2:]
     four = two[:-2] & two[2:]
     seven = four[:-3] & four[3:]
-    found = np.flatnonzero(seven)
-    guess = found + at
-    follow = guess + _PREFIX + window[found]
+    offsets = np.flatnonzero(seven)
+    guess = offsets + at
+    follow = guess + _PREFIX + window[offsets]
     broken = np.ones(len(guess), bool)
     if len(guess):
         broken[:-1] = follow[:-1] != guess[1:]

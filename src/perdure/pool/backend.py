@@ -125,14 +125,14 @@ class PooledBackend:
             self._remote.close()
 
     def _loaded(self) -> RemoteBackend:
-        if (found := self._remote) is not None:
-            return found
+        if (remote := self._remote) is not None:
+            return remote
         self.start()
         with self._changed:
             self._changed.wait_for(lambda: self._opening is None)
-            if (found := self._remote) is None:
+            if (remote := self._remote) is None:
                 raise self._error or ClosedError("this runtime is closed")
-            return found
+            return remote
 
     def _open(self) -> None:
         error: Exception | None = None

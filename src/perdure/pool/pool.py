@@ -111,8 +111,8 @@ class PooledModel(Residence):
     @property
     def adapters(self) -> dict[str, float]:
         """The adapters that clients may name with it, each with its scale where they name none."""
-        given = self.spec.adapters if self.spec is not None else {}
-        return {name: scale for name, (_, scale) in given.items()}
+        adapters = self.spec.adapters if self.spec is not None else {}
+        return {name: scale for name, (_, scale) in adapters.items()}
 
     @property
     def backend(self) -> Backend:
@@ -257,7 +257,9 @@ class ModelPool:
             sessions = open_store(store)
             pool._held.callback(sessions.close)
             for spec in specs:
-                pool._add(spec, sessions, store, _wanted(spec, settings or {}, loading or {}), restart_policy)
+                pool._add(
+                    spec, sessions, store, _keywords(spec, settings or {}, loading or {}), restart_policy
+                )
             pool._check_room(explicit=memory is not None)
             if lock is not None:
                 # Whoever uses the store from another process gets the first model.
@@ -493,9 +495,9 @@ class ModelPool:
         keywords: tuple[BackendKeywords, LoadingKeywords],
         restart_policy: RestartPolicy | None,
     ) -> None:
-        wanted, loading = keywords
+        settings, loading = keywords
         if store is not None:
-            wanted["own_blocks"] = True
+            settings["own_blocks"] = True
 
         def open_backend() -> RemoteBackend:
             return RemoteBackend(
@@ -504,7 +506,7 @@ class ModelPool:
                 residence=model,
                 store=store,
                 loading=loading,
-                **wanted,
+                **settings,
             )
 
         backend = PooledBackend(open_backend, lambda error: self.gone(model, error))
@@ -517,7 +519,7 @@ class ModelPool:
             model.machine = spec.memory
         elif self.room is not None:
             engine = registry.engine_for(spec.source)
-            model.machine, model.device = engine.memory_needed(spec.source, self.room, wanted, loading)
+            model.machine, model.device = engine.memory_needed(spec.source, self.room, settings, loading)
         self.models[spec.name] = model
 
     def _tidy(self) -> None:
@@ -540,27 +542,27 @@ def _fail(waiter: _Waiter, error: Exception) -> None:
         waiter.granted.set_exception(error)
 
 
-def _wanted(
+def _keywords(
     spec: ModelSpec, settings: BackendKeywords, loading_of_all: LoadingKeywords
 ) -> tuple[BackendKeywords, LoadingKeywords]:
     """How the backend and the model of a spec are opened."""
-    wanted: dict[str, Any] = dict(settings)
+    keywords: dict[str, Any] = dict(settings)
     if spec.n_ctx is not None:
-        wanted["n_ctx"] = spec.n_ctx
-    if spec.slots is not None or "slots" not in wanted:
-        wanted["slots"] = spec.slot_count
+        keywords["n_ctx"] = spec.n_ctx
+    if spec.slots is not None or "slots" not in keywords:
+        keywords["slots"] = spec.slot_count
     if spec.threads is not None:
-        wanted["threads"] = spec.threads
+        keywords["threads"] = spec.threads
     if spec.adapters:
-        wanted["adapter_names"] = absolute_names({name: file for name, (file, _) in spec.adapters.items()})
+        keywords["adapter_names"] = absolute_names({name: file for name, (file, _) in spec.adapters.items()})
     if spec.kv_type is not None:
-        wanted["k_type"], wanted["v_type"] = parse_kv_type(spec.kv_type)
+        keywords["k_type"], keywords["v_type"] = parse_kv_type(spec.kv_type)
     loading: dict[str, Any] = dict(loading_of_all)
     if spec.gpu_layers is not None:
         loading["gpu_layers"] = spec.gpu_layers
     if spec.cpu_experts is not None:
         loading["cpu_experts"] = spec.cpu_experts
-    return cast(BackendKeywords, wanted), cast(LoadingKeywords, loading)
+    return cast(BackendKeywords, keywords), cast(LoadingKeywords, loading)
 
 
 def _room(memory: int | None) -> Room:

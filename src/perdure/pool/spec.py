@@ -63,16 +63,16 @@ class ModelSpec:
             raise InvalidInputError(
                 f"{where}: a model's name has up to 100 letters, digits, and any of . _ : / -, got {name!r}"
             )
-        given = dict(options)
-        pinned = given.pop("pin", False)
+        remaining = dict(options)
+        pinned = remaining.pop("pin", False)
         if not isinstance(pinned, bool):
             raise InvalidInputError(f"{where}: pin stands alone, or is true or false, got {pinned!r}")
-        keep_alive, memory = given.pop("keep_alive", None), given.pop("memory", None)
-        texts = {key: given.pop(key, None) for key in ("kv_type", "template")}
+        keep_alive, memory = remaining.pop("keep_alive", None), remaining.pop("memory", None)
+        texts = {key: remaining.pop(key, None) for key in ("kv_type", "template")}
         for key, text in texts.items():
             if text is not None and (not isinstance(text, str) or not text):
                 raise InvalidInputError(f"{where}: {key} is a text, got {text!r}")
-        counts = {key: _count(key, value, where) for key, value in given.items()}
+        counts = {key: _count(key, value, where) for key, value in remaining.items()}
         return cls(
             name=name,
             source=source,
@@ -109,33 +109,33 @@ def _count(name: str, value: object, where: str) -> Any:
             return value
         value = int(value) if value.isascii() and value.isdigit() else value
     if not is_whole(value) or not least <= value < 1 << 31:
-        wanted = " or ".join((f"a whole number from {least}", *words))
-        raise InvalidInputError(f"{where}: {name} is {wanted}, got {value!r}")
+        expected = " or ".join((f"a whole number from {least}", *words))
+        raise InvalidInputError(f"{where}: {name} is {expected}, got {value!r}")
     return value
 
 
-def parse_duration(given: object, where: str = "keep_alive") -> float:
+def parse_duration(value: object, where: str = "keep_alive") -> float:
     """Seconds, from a number of them or a text such as `5m` or `1h30m`; below 0 is for ever."""
-    if is_number(given) and -_MOST_SECONDS <= given <= _MOST_SECONDS:
-        return float(given)
-    found = _DURATION.fullmatch(given) if isinstance(given, str) and len(given) <= 40 else None
-    if found is None:
+    if is_number(value) and -_MOST_SECONDS <= value <= _MOST_SECONDS:
+        return float(value)
+    match = _DURATION.fullmatch(value) if isinstance(value, str) and len(value) <= 40 else None
+    if match is None:
         raise InvalidInputError(
-            f"{where} is a number of seconds, or a duration such as 5m; got {str(given)[:40]!r}"
+            f"{where} is a number of seconds, or a duration such as 5m; got {str(value)[:40]!r}"
         )
-    seconds = sum(float(number) * _UNITS.get(unit, 1.0) for number, unit in _PART.findall(found[2]))
+    seconds = sum(float(number) * _UNITS.get(unit, 1.0) for number, unit in _PART.findall(match[2]))
     seconds = min(seconds, _MOST_SECONDS)
-    return -seconds if found[1] else seconds
+    return -seconds if match[1] else seconds
 
 
-def parse_size(given: object, where: str = "memory") -> int:
+def parse_size(value: object, where: str = "memory") -> int:
     """Bytes, from a number of them or a text such as `8G` (of 1024³)."""
-    if is_whole(given) and 0 < given < 1 << 62:
-        return given
-    found = _SIZE.fullmatch(given.strip()) if isinstance(given, str) and len(given) <= 40 else None
-    size = int(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " ")) if found else 0
+    if is_whole(value) and 0 < value < 1 << 62:
+        return value
+    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) and len(value) <= 40 else None
+    size = int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " ")) if match else 0
     if not 0 < size < 1 << 62:
-        raise InvalidInputError(f"{where} is a number of bytes above 0, such as 8G; got {str(given)[:40]!r}")
+        raise InvalidInputError(f"{where} is a number of bytes above 0, such as 8G; got {str(value)[:40]!r}")
     return size
 
 
@@ -156,14 +156,14 @@ class _Collected:
     memory: int | None = None
 
 
-def read_selection(given: Iterable[str]) -> Selection:
+def read_selection(texts: Iterable[str]) -> Selection:
     """Models from what `--model` was given: `NAME=FILE,option=value…`, a folder of GGUF files, or a TOML
     file."""
-    found = _Collected()
-    for text in given:
-        _read(text, found)
+    collected = _Collected()
+    for text in texts:
+        _read(text, collected)
     names: dict[str, ModelSpec] = {}
-    for spec in found.models:
+    for spec in collected.models:
         if spec.name in names:
             raise InvalidInputError(
                 f"two models are called {spec.name!r}, {names[spec.name].source} and {spec.source}: give one "
@@ -172,8 +172,10 @@ def read_selection(given: Iterable[str]) -> Selection:
         names[spec.name] = spec
     if len(names) > _MODELS:
         raise InvalidInputError(f"{len(names)} models are named, {_MODELS} can be served")
-    check_aliases(found.aliases, list(names))
-    return Selection(models=tuple(found.models), aliases=tuple(found.aliases), memory=found.memory)
+    check_aliases(collected.aliases, list(names))
+    return Selection(
+        models=tuple(collected.models), aliases=tuple(collected.aliases), memory=collected.memory
+    )
 
 
 def check_aliases(aliases: Sequence[str], names: Sequence[str]) -> None:
@@ -196,30 +198,30 @@ def named_adapter(text: str) -> tuple[str, tuple[str, float]]:
     return name, parse_scaled(source)
 
 
-def with_adapters(selection: Selection, given: Iterable[str]) -> Selection:
+def with_adapters(selection: Selection, texts: Iterable[str]) -> Selection:
     """Models with adapters, each as MODEL:NAME=FILE[:SCALE]."""
-    found: dict[str, dict[str, tuple[str, float]]] = {each.name: {} for each in selection.models}
-    for text in given:
+    adapters: dict[str, dict[str, tuple[str, float]]] = {each.name: {} for each in selection.models}
+    for text in texts:
         model, colon, _ = text.partition("=")[0].rpartition(":")
-        if not colon or model not in found:
+        if not colon or model not in adapters:
             raise InvalidInputError(
                 f"--adapter of one of several models is MODEL:NAME=FILE, its model one of "
-                f"{', '.join(found)}; got {text!r}"
+                f"{', '.join(adapters)}; got {text!r}"
             )
         name, about = named_adapter(text[len(model) + 1 :])
-        found[model][name] = about
-    models = tuple(replace(each, adapters=found[each.name]) for each in selection.models)
+        adapters[model][name] = about
+    models = tuple(replace(each, adapters=adapters[each.name]) for each in selection.models)
     return replace(selection, models=models)
 
 
-def _read(text: str, found: _Collected) -> None:
+def _read(text: str, collected: _Collected) -> None:
     whole = Path(text).expanduser()
     # A folder holds models, unless it is one, as those of MLX are.
     if whole.is_dir() and not registry.engine_for(place := str(whole.absolute())).opens(place):
-        _read_folder(whole, found)
+        _read_folder(whole, collected)
         return
     if text.endswith(".toml"):
-        _read_file(whole, found)
+        _read_file(whole, collected)
         return
     head, *options = _SPLIT.split(text)
     name, equals, source = head.partition("=")
@@ -236,21 +238,21 @@ def _read(text: str, found: _Collected) -> None:
     if pairs.get("pin") in ("true", "false"):
         pairs["pin"] = pairs["pin"] == "true"
     named = name or _label(source)
-    found.models.append(ModelSpec.of(named, source, pairs, f"--model {named}"))
+    collected.models.append(ModelSpec.of(named, source, pairs, f"--model {named}"))
 
 
-def _read_folder(folder: Path, found: _Collected) -> None:
+def _read_folder(folder: Path, collected: _Collected) -> None:
     files = [path for path in sorted(folder.rglob("*.gguf")) if not _LATER_PART.search(path.name)]
     # A projector is no model by itself.
     files = [path for path in files if not path.name.startswith("mmproj")]
     if not files:
         raise InvalidInputError(f"--model {folder}: there is no GGUF file in that folder")
-    found.models += [
+    collected.models += [
         ModelSpec.of(_label(str(path)), str(path), {}, f"--model {folder}: {path.name}") for path in files
     ]
 
 
-def _read_file(path: Path, found: _Collected) -> None:
+def _read_file(path: Path, collected: _Collected) -> None:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -259,7 +261,7 @@ def _read_file(path: Path, found: _Collected) -> None:
         raise InvalidInputError(f"--model {path}: it is not TOML: {error}") from None
     models, aliases = table.pop("models", None), table.pop("aliases", {})
     if "memory" in table:
-        found.memory = parse_size(table.pop("memory"), f"{path}: memory")
+        collected.memory = parse_size(table.pop("memory"), f"{path}: memory")
     if table or not isinstance(models, dict) or not models or not isinstance(aliases, dict):
         extra = f"; there is no {next(iter(table))!r}" if table else ""
         raise InvalidInputError(
@@ -271,11 +273,11 @@ def _read_file(path: Path, found: _Collected) -> None:
             raise InvalidInputError(f'{path}: models.{name} needs a file: file = "model.gguf"')
         if (beside := path.parent / Path(source).expanduser()).is_file():
             source = str(beside)
-        found.models.append(ModelSpec.of(name, source, options, f"{path}: models.{name}"))
+        collected.models.append(ModelSpec.of(name, source, options, f"{path}: models.{name}"))
     for pattern, name in aliases.items():
         if not isinstance(name, str):
             raise InvalidInputError(f"{path}: aliases.{pattern} is a model's name, got {name!r}")
-        found.aliases.append(f"{pattern}={name}")
+        collected.aliases.append(f"{pattern}={name}")
 
 
 def _label(source: str) -> str:

@@ -197,9 +197,9 @@ class Index:
         """Raise `StoreDamagedError` unless every page of the index, or of one table in it, is sound."""
         query = f"PRAGMA integrity_check({table or 1})"
         with self._typed():
-            found = self.rows(query) if reader is None else reader.execute(query).fetchall()
-        if found != [("ok",)]:
-            raise self._damaged(found[0][0] if found else "no answer")
+            rows = self.rows(query) if reader is None else reader.execute(query).fetchall()
+        if rows != [("ok",)]:
+            raise self._damaged(rows[0][0] if rows else "no answer")
 
     def check_schema(self) -> None:
         """Raise `StoreDamagedError` unless its tables are those that are made here.
@@ -208,10 +208,10 @@ class Index:
         """
         made = Index(None, readonly=False, migrations=self._migrations, functions=self._functions)
         try:
-            wanted = made.rows(_SCHEMA)
+            expected = made.rows(_SCHEMA)
         finally:
             made.close()
-        if self.rows(_SCHEMA) != wanted:
+        if self.rows(_SCHEMA) != expected:
             raise self._damaged("its tables are not as they were made")
 
     def connect_reader(self) -> sqlite3.Connection | None:
@@ -292,15 +292,15 @@ class Index:
         db = self._connect("mode=rwc")
         try:
             # Looked at before anything is changed: it may not be ours.
-            found = self._version(db)
-            self.created = not found
+            version = self._version(db)
+            self.created = not version
             db.execute("PRAGMA journal_mode = WAL")
             db.execute("PRAGMA synchronous = FULL")
             # macOS's plain fsync leaves bytes in the drive's own memory; elsewhere these do nothing.
             db.execute("PRAGMA fullfsync = ON")
             db.execute("PRAGMA checkpoint_fullfsync = ON")
             db.execute("PRAGMA foreign_keys = ON")
-            for number in range(found, len(self._migrations)):
+            for number in range(version, len(self._migrations)):
                 _migrate(db, number, self._migrations[number])
         except BaseException:
             db.close()
@@ -320,8 +320,8 @@ class Index:
     def _checked(self, mode: str) -> sqlite3.Connection:
         db = self._connect(mode)
         try:
-            found = self._version(db)
-            if found < len(self._migrations):
+            version = self._version(db)
+            if version < len(self._migrations):
                 raise StoreReadOnlyError(f"{self._path} must be migrated first: open it once for writing")
         except BaseException:
             db.close()
@@ -342,20 +342,20 @@ class Index:
 
     def _version(self, db: sqlite3.Connection) -> int:
         [(mark,)] = db.execute("PRAGMA application_id")
-        [(found,)] = db.execute("PRAGMA user_version")
+        [(version,)] = db.execute("PRAGMA user_version")
         [(things,)] = db.execute("SELECT count(*) FROM sqlite_master")
-        if mark != APPLICATION and (mark or found or things):
+        if mark != APPLICATION and (mark or version or things):
             raise StoreError(f"{self._path} is a database, but not of a perdure store")
         known = len(self._migrations)
-        if found < 0:
-            raise self._damaged(f"it says to be of version {found}")
-        if found > known:
+        if version < 0:
+            raise self._damaged(f"it says to be of version {version}")
+        if version > known:
             raise StoreVersionError(
-                f"{self._path} is of version {found}, this perdure knows up to {known}: update perdure",
-                found=found,
+                f"{self._path} is of version {version}, this perdure knows up to {known}: update perdure",
+                found=version,
                 known=known,
             )
-        return int(found)
+        return int(version)
 
     @contextmanager
     def _typed(self) -> Iterator[None]:

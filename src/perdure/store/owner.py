@@ -83,12 +83,12 @@ def write_owner(folder: Path, *, socket: str = "") -> StoreOwner:
 def read_owner(folder: Path) -> StoreOwner | None:
     """Who said last that it has the store, if anybody did. Only of use where the store is locked."""
     try:
-        found = json.loads((folder / _FILE).read_text(encoding="utf-8"))
+        record = json.loads((folder / _FILE).read_text(encoding="utf-8"))
         return StoreOwner(
-            pid=int(found["pid"]),
-            command=str(found["command"]),
-            since=float(found["since"]),
-            socket=str(found.get("socket", "")),
+            pid=int(record["pid"]),
+            command=str(record["command"]),
+            since=float(record["since"]),
+            socket=str(record.get("socket", "")),
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -30,8 +30,8 @@ class Example(NamedTuple):
 
 def read_chats(path: Path) -> Iterator[tuple[Message, ...]]:
     """The conversations of a JSONL file, one a line."""
-    for where, said in read_lines(path):
-        yield _chat(said, where)
+    for where, record in read_lines(path):
+        yield _chat(record, where)
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, Any]]:
@@ -52,16 +52,18 @@ def read_lines(path: Path) -> Iterator[tuple[str, Any]]:
                     raise InvalidInputError(f"{where} is no JSON: {error}") from None
 
 
-def _chat(said: Any, where: str) -> tuple[Message, ...]:
-    if isinstance(said, dict) and isinstance(said.get("messages"), list):
+def _chat(record: Any, where: str) -> tuple[Message, ...]:
+    if isinstance(record, dict) and isinstance(record.get("messages"), list):
         try:
-            return parse_messages(said["messages"])
+            return parse_messages(record["messages"])
         except InvalidInputError as error:
             raise InvalidInputError(f"{where}: {error}") from None
-    if isinstance(said, dict) and all(isinstance(said.get(name), str) for name in ("prompt", "completion")):
+    if isinstance(record, dict) and all(
+        isinstance(record.get(name), str) for name in ("prompt", "completion")
+    ):
         return (
-            Message(role="user", content=said["prompt"]),
-            Message(role="assistant", content=said["completion"]),
+            Message(role="user", content=record["prompt"]),
+            Message(role="assistant", content=record["completion"]),
         )
     raise InvalidInputError(f'{where} has neither "messages" nor "prompt" and "completion"')
 

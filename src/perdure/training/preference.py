@@ -36,18 +36,18 @@ class ChatPair(NamedTuple):
 
 def read_pairs(path: Path) -> Iterator[ChatPair]:
     """The pairs of a JSONL file, one a line."""
-    for where, said in read_lines(path):
-        texts = [said.get(name) if isinstance(said, dict) else None for name in ("chosen", "rejected")]
+    for where, record in read_lines(path):
+        texts = [record.get(name) if isinstance(record, dict) else None for name in ("chosen", "rejected")]
         chosen, rejected = texts
         if not isinstance(chosen, str) or not isinstance(rejected, str):
             raise InvalidInputError(f'{where} has no texts "chosen" and "rejected"')
-        if isinstance(said.get("messages"), list):
+        if isinstance(record.get("messages"), list):
             try:
-                before = parse_messages(said["messages"])
+                before = parse_messages(record["messages"])
             except InvalidInputError as error:
                 raise InvalidInputError(f"{where}: {error}") from None
-        elif isinstance(said.get("prompt"), str):
-            before = (Message(role="user", content=said["prompt"]),)
+        elif isinstance(record.get("prompt"), str):
+            before = (Message(role="user", content=record["prompt"]),)
         else:
             raise InvalidInputError(f'{where} has neither "messages" nor "prompt"')
         if not before or before[-1].role == "assistant":
@@ -55,17 +55,17 @@ def read_pairs(path: Path) -> Iterator[ChatPair]:
         yield ChatPair(before, chosen, rejected)
 
 
-def pair_of(model: Tokenizer, template: Template, said: ChatPair, longest: int) -> Pair | None:
+def pair_of(model: Tokenizer, template: Template, pair: ChatPair, longest: int) -> Pair | None:
     """A pair as tokens; None where one of the two has more than `longest` tokens."""
-    found: list[Example] = []
-    for text in (said.chosen, said.rejected):
-        messages = (*said.before, Message(role="assistant", content=text))
+    sides: list[Example] = []
+    for text in (pair.chosen, pair.rejected):
+        messages = (*pair.before, Message(role="assistant", content=text))
         # Earlier replies of the conversation are not judged.
         examples = list(from_messages(model, template, messages, longest, last=True))
         if not examples:
             return None
-        found += examples
-    return Pair(*found)
+        sides += examples
+    return Pair(*sides)
 
 
 def check_here() -> Any:
@@ -108,7 +108,7 @@ def preferred(reference: Any, beta: float) -> tuple[Callable[..., Any], Callable
         loop: bool = False,
         comm_group: object = None,
     ) -> Iterator[Any]:
-        said = [
+        records = [
             {
                 "chosen": pair.chosen.tokens,
                 "rejected": pair.rejected.tokens,
@@ -117,6 +117,6 @@ def preferred(reference: Any, beta: float) -> tuple[Callable[..., Any], Callable
             }
             for pair in dataset
         ]
-        yield from package.iterate_dpo_batches(said, batch_size, max_seq_length, train=loop)
+        yield from package.iterate_dpo_batches(records, batch_size, max_seq_length, train=loop)
 
     return loss, batches

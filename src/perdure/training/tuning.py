@@ -107,7 +107,7 @@ def train(
     `progress` is told each step with a loss. A run that fails leaves `target` as it was.
     """
     folder = read_folder(model)
-    learned, kept = _divided(examples, plan)
+    learned, held_out = _divided(examples, plan)
     if resume and (plan.kind == "full" or not (target / WEIGHTS).is_file()):
         raise InvalidInputError(f"there is no adapter at {target} to go on from")
     if not resume and target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -128,7 +128,7 @@ def train(
     parameters = {"rank": plan.rank, "scale": plan.scale, "dropout": 0.0}
     losses: list[tuple[int, float]] = []
 
-    class Told(trainer.TrainingCallback):  # type: ignore[misc]
+    class LossRecorder(trainer.TrainingCallback):  # type: ignore[misc]
         def on_train_loss_report(self, train_info: dict[str, Any]) -> None:
             losses.append((int(train_info["iteration"]), float(train_info["train_loss"])))
             if progress is not None:
@@ -152,7 +152,7 @@ def train(
                 load_adapters(network, str(target))
             else:
                 linear_to_lora_layers(network, count, parameters, use_dora=plan.kind == "dora")
-            batch = min(plan.batch, len(learned), len(kept))
+            batch = min(plan.batch, len(learned), len(held_out))
             # Without a seed the order of the batches would be that of the process.
             batches: Any = partial(trainer.iterate_batches, seed=plan.seed)
             loss = trainer.default_loss
@@ -161,7 +161,7 @@ def train(
             elif pairs:
                 loss, batches = preferred(load_model(folder.path)[0], plan.beta)
             how = {"loss": loss, "iterate_batches": batches}
-            before = trainer.evaluate(network, kept, batch, -1, plan.longest, **how)
+            before = trainer.evaluate(network, held_out, batch, -1, plan.longest, **how)
             arguments = trainer.TrainingArgs(
                 batch_size=batch,
                 iters=plan.steps,
@@ -177,9 +177,9 @@ def train(
                 None,
                 arguments,
                 **how,
-                training_callback=Told(),
+                training_callback=LossRecorder(),
             )
-            after = trainer.evaluate(network, kept, batch, -1, plan.longest, **how)
+            after = trainer.evaluate(network, held_out, batch, -1, plan.longest, **how)
             if plan.kind == "full":
                 (made / WEIGHTS).unlink()
                 save_model(made, network)
@@ -187,15 +187,15 @@ def train(
                     if (folder.path / name).is_file():
                         shutil.copyfile(folder.path / name, made / name)
         if plan.kind != "full":
-            said: dict[str, Any] = {
+            config: dict[str, Any] = {
                 "fine_tune_type": plan.kind,
                 "num_layers": count,
                 "lora_parameters": parameters,
             }
             if resume:
-                said = json.loads((target / CONFIG).read_bytes())
+                config = json.loads((target / CONFIG).read_bytes())
             (made / CONFIG).write_text(
-                json.dumps({**said, "model": str(folder.path), "plan": asdict(plan)}, indent=1)
+                json.dumps({**config, "model": str(folder.path), "plan": asdict(plan)}, indent=1)
             )
         lines = [{"step": step, "loss": loss} for step, loss in losses]
         (made / LOSSES).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
@@ -207,25 +207,25 @@ def train(
         before=before,
         after=after,
         trained=len(learned),
-        held_out=len(kept),
+        held_out=len(held_out),
         losses=tuple(losses),
     )
 
 
 def _same_tokens(folder: Folder, teacher: Path) -> Folder:
     """The teacher's folder. It has to give a number to the same tokens."""
-    found = read_folder(teacher)
-    if content_digest(found.path / TOKENIZER) != content_digest(folder.path / TOKENIZER):
+    teacher_folder = read_folder(teacher)
+    if content_digest(teacher_folder.path / TOKENIZER) != content_digest(folder.path / TOKENIZER):
         raise InvalidInputError(
             f"{teacher} has another tokenizer than {folder.path.name}: a teacher needs the same tokens"
         )
-    sizes = [each.text.get("vocab_size") for each in (folder, found)]
+    sizes = [each.text.get("vocab_size") for each in (folder, teacher_folder)]
     if sizes[0] != sizes[1]:
         raise InvalidInputError(
             f"{teacher} gives logits for {sizes[1]} tokens, {folder.path.name} for {sizes[0]}: a teacher "
             "needs as many"
         )
-    return found
+    return teacher_folder
 
 
 def _distilled(teacher: Any) -> Callable[[Any, Any, Any], tuple[Any, Any]]:

@@ -229,27 +229,27 @@ class AttachedBackend(BackendClient):
         return False
 
     def _next(self) -> Link:
-        found = _find(self._folder, closing=self._closing)
-        if isinstance(found, Link):
+        link_or_lock = _find(self._folder, closing=self._closing)
+        if isinstance(link_or_lock, Link):
             try:
-                self._check(found)
-                self._check_digest(found.welcome.ready.digest, found.holder)
+                self._check(link_or_lock)
+                self._check_digest(link_or_lock.welcome.ready.digest, link_or_lock.holder)
             except BaseException:
-                found.connection.close()
+                link_or_lock.connection.close()
                 raise
-            return found
+            return link_or_lock
         log.warning("this process runs the engine of %s from now on", self._folder)
         with ExitStack() as undo:
-            undo.callback(found.release)
+            undo.callback(link_or_lock.release)
             backend = _built(lambda: self._build(self.n_ctx))
             undo.callback(backend.close)
-            self._check_digest(backend.model.digest, found.holder)
-            listener = Listener(found.holder, backend, self._settings)
+            self._check_digest(backend.model.digest, link_or_lock.holder)
+            listener = Listener(link_or_lock.holder, backend, self._settings)
             undo.callback(listener.close)
-            link = _greeted(listener.connect(), found.holder)
+            link = _greeted(listener.connect(), link_or_lock.holder)
             if link is None:
                 raise EngineError("the engine of this process does not answer")
-            self._held = (found, backend, listener)
+            self._held = (link_or_lock, backend, listener)
             undo.pop_all()
         return link
 
@@ -354,7 +354,7 @@ def _built(build: Callable[[], Backend]) -> Backend:
             time.sleep(_NAP)
 
 
-def check_settings(link: Link, folder: Path, wanted: Mapping[str, Any], n_ctx: int | None) -> None:
+def check_settings(link: Link, folder: Path, own_settings: Mapping[str, Any], n_ctx: int | None) -> None:
     """Refuse an engine that was opened otherwise than somebody asks for here."""
     ready, settings = link.welcome.ready, link.welcome.settings
     has = f"the store {folder} is in use by {link.holder}"
@@ -363,7 +363,7 @@ def check_settings(link: Link, folder: Path, wanted: Mapping[str, Any], n_ctx: i
             f"{has} with a context of {ready.n_ctx} tokens, and this asks for {n_ctx}: leave that out, "
             "close that one, or choose another store"
         )
-    for name, value in wanted.items():
+    for name, value in own_settings.items():
         if settings.get(name) != value:
             there = f"{name}={settings[name]!r}" if name in settings else f"the default {name}"
             raise StoreLockedError(

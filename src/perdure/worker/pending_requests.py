@@ -136,9 +136,9 @@ class PendingRequest(OutputQueue):
 
     def fail_by_exit(self, info: ExitInfo, *, again: bool) -> None:
         """End it by the exit of the process that worked on it."""
-        kept = sum(len(tokens) for _, tokens, _, _, _ in self._delivered)
-        if kept:
-            what = f"{kept} tokens of the reply had come, the rest is lost"
+        delivered = sum(len(tokens) for _, tokens, _, _, _ in self._delivered)
+        if delivered:
+            what = f"{delivered} tokens of the reply had come, the rest is lost"
         elif again:
             what = (
                 f"nothing of this request had come, in {self.tries} tries: it may be what the engine dies of"
@@ -146,7 +146,7 @@ class PendingRequest(OutputQueue):
         else:
             what = "nothing of this request had come"
         message = f"{info.reason}; {what}"
-        self.fail(EngineDiedError(message, signal=info.signal, code=info.code, kept=kept))
+        self.fail(EngineDiedError(message, signal=info.signal, code=info.code, kept=delivered))
 
     def _end(self, reason: FinishReason, error: Exception | None) -> None:
         if self.finished:
@@ -428,12 +428,12 @@ class PendingRequests:
             if changed:
                 notify(changed)
 
-    def _watch(self, wanted: bool) -> None:
+    def _watch(self, enabled: bool) -> None:
         """Somebody here wants all events, or nobody does any more."""
         with self._changing:
-            self._watching = wanted
+            self._watching = enabled
             if self._connection is not None:
-                self._connection.send(Watch(wanted))
+                self._connection.send(Watch(enabled))
 
     def _answered(self, answer: Answer) -> None:
         pending, call = self._requests.get(answer.id), self._calls.get(answer.id)

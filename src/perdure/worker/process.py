@@ -88,7 +88,7 @@ class Process:
         except subprocess.TimeoutExpired:
             self._child.kill()
             code = self._child.wait()
-        said = self._said()
+        output = self._said()
         self._log.close()
         name = signal.Signals(-code).name if code < 0 else None
         how = f"was ended by {name}" if name else f"exited with code {code}"
@@ -97,7 +97,7 @@ class Process:
         reason = f"the engine's process {self.pid} {how}"
         if self._kill_reason is not None:
             reason = f"the engine's process {self.pid} was ended: {self._kill_reason}"
-        return ExitInfo(reason=reason, signal=name, code=None if name else code, said=said)
+        return ExitInfo(reason=reason, signal=name, code=None if name else code, said=output)
 
     def _said(self) -> str:
         size = os.fstat(self._log.fileno()).st_size

@@ -169,11 +169,11 @@ class RequestService:
     def busy(self) -> bool:
         return bool(self._requests)
 
-    def _watch(self, wanted: bool) -> None:
+    def _watch(self, enabled: bool) -> None:
         """Tell the other side of all events, or only of those of its own requests that it observes."""
-        if wanted and self._stop_watching is None:
+        if enabled and self._stop_watching is None:
             self._stop_watching = self._backend.events.join(self._events)
-        elif not wanted and self._stop_watching is not None:
+        elif not enabled and self._stop_watching is not None:
             self._stop_watching()
             self._stop_watching = None
 
@@ -296,8 +296,8 @@ class RequestService:
         if call.target == "backend" and call.name not in _BACKEND_CALLS:
             raise InvalidInputError(f"a backend is not asked for {call.name!r}")
         targets = {"model": self._backend.model, "cache": self._backend.cache, "backend": self._backend}
-        found = getattr(targets[call.target], call.name)
-        return found(*call.args, **call.keywords) if callable(found) else found
+        attribute = getattr(targets[call.target], call.name)
+        return attribute(*call.args, **call.keywords) if callable(attribute) else attribute
 
 
 pack_step: Callable[[StepOutput], bytes] = pack

@@ -262,8 +262,8 @@ class Supervisor:
         if self._ready_info is None:
             self._ready_info = ready
             # What was found to fit once is what everybody was told.
-            found = {"n_ctx": ready.n_ctx, "slots": ready.slots}
-            fixed = {name: value for name, value in found.items() if self._setup.settings.get(name) == "auto"}
+            sizes = {"n_ctx": ready.n_ctx, "slots": ready.slots}
+            fixed = {name: value for name, value in sizes.items() if self._setup.settings.get(name) == "auto"}
             self._setup = replace(self._setup, settings={**self._setup.settings, **fixed})
         elif ready != self._ready_info:
             raise ModelFileError(

@@ -17,7 +17,7 @@ from perdure.errors import ModelError
 from perdure.identity import content_digest
 from perdure.models import other_programs
 from perdure.models.card import ASSISTANTS, Card
-from perdure.models.fit import Room, Sizes, Wanted, propose
+from perdure.models.fit import FitConstraints, Room, Sizes, propose
 from perdure.models.local_models import locate
 from perdure.models.registry import DEFAULT
 
@@ -101,12 +101,12 @@ class LlamaEngine(Engine):
             return 0, 0
         sizes = Sizes.of(models.read_parts(here))
         layers, experts = loading.get("gpu_layers", "auto"), loading.get("cpu_experts", "auto")
-        options = Wanted.of(
+        constraints = FitConstraints.of(
             settings,
             gpu_layers=None if layers == "auto" else layers,
             cpu_experts=None if experts == "auto" else count_experts(experts, sizes),
         )
-        fit = propose(str(source), sizes, room, options)
+        fit = propose(str(source), sizes, room, constraints)
         return fit.machine.total, room.device_bytes(sizes, fit.setup) if fit.setup.gpu_layers else 0
 
     def card(self, source: Source, bars: Bars = no_bars) -> tuple[Card, Mapping[str, Any]]:

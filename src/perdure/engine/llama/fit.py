@@ -22,7 +22,7 @@ from perdure.engine.llama.offload import (
 from perdure.engine.registry import engine_for
 from perdure.errors import EngineLibraryError, InvalidInputError, ModelNotFoundError
 from perdure.models.download import Remote, RemoteBytes, web
-from perdure.models.fit import CACHE_BITS, N_BATCH, Fit, Room, Sizes, Wanted, propose
+from perdure.models.fit import CACHE_BITS, N_BATCH, Fit, FitConstraints, Room, Sizes, propose
 from perdure.models.header import parse_header
 from perdure.models.hub import chosen, read_offers
 from perdure.models.local_models import locate
@@ -128,7 +128,7 @@ def _fits(
         room, layers, experts = Room(machine=room.machine), 0, 0
     fits = []
     for name, sizes in [(Path(str(model)).name, own)] if own else _read_sizes(model, alone=alone):
-        options = Wanted(
+        constraints = FitConstraints(
             n_ctx=None if n_ctx == "auto" else n_ctx,
             slots=None if slots == "auto" else slots,
             k_type=k_type,
@@ -139,7 +139,7 @@ def _fits(
             n_batch=n_batch,
             flash=flash,
         )
-        fits.append(propose(name, sizes, room, options))
+        fits.append(propose(name, sizes, room, constraints))
     return fits
 
 

@@ -82,10 +82,10 @@ class MlxEngine(Engine):
         self, source: Source, room: Room, settings: Mapping[str, Any], loading: Mapping[str, Any]
     ) -> tuple[int, int]:
         """All of it in the machine's own memory, which a GPU shares."""
-        from perdure.models.fit import Room, Wanted, propose
+        from perdure.models.fit import FitConstraints, Room, propose
 
-        options = Wanted.of(settings, gpu_layers=0)
-        fit = propose(str(source), self.sizes(source), Room(machine=room.machine), options)
+        constraints = FitConstraints.of(settings, gpu_layers=0)
+        fit = propose(str(source), self.sizes(source), Room(machine=room.machine), constraints)
         return fit.machine.total, 0
 
     def card(self, source: Source, bars: Bars = no_bars) -> tuple[Card, Mapping[str, Any]]:

@@ -222,8 +222,8 @@ class ToyCore:
 
     def _fits(self, entries: list[tuple[int, int, int]]) -> bool:
         if self._shared:
-            held = sum(len(each.base) for each in self._states if each.base is not None)
-            return held + len(entries) <= self._cells
+            used = sum(len(each.base) for each in self._states if each.base is not None)
+            return used + len(entries) <= self._cells
         return all(pos < self._cells for _, pos, _ in entries)
 
     def _reserve(self, outputs: list[int]) -> None:
@@ -465,10 +465,10 @@ class Cells:
         """Cells from the front of `data`, and what follows them; struct.error or ValueError where short."""
         (count,) = struct.unpack_from("<I", data)
         end = 4 + count * _CELL.itemsize
-        found = cls()
+        cells = cls()
         for pos, token, value in np.frombuffer(data[4:end], _CELL, count).tolist():
-            found.put(pos, Cell(token, value))
-        return found, data[end:]
+            cells.put(pos, Cell(token, value))
+        return cells, data[end:]
 
     def _drop_all(self, positions: list[int]) -> None:
         for pos in positions:
