@@ -149,7 +149,9 @@ def sessions(run: Run) -> Iterator[Figure]:
     small = run.pick(100, 10)
     yield growing(run, "the first turn of a new session, sessions", first_turn, small=small)
     yield growing(run, "a turn of any session, sessions", woken, small=small)
-    yield growing(run, "a turn of any namespace, namespaces", in_namespaces, small=small)
+    # More than are visited: at every size, each turn is the first of its namespace, whose prompt is computed.
+    some = run.pick(200, 60)
+    yield growing(run, "a turn of any namespace, namespaces", in_namespaces, small=some)
     yield growing(run, "a turn and back, sessions", on_one(lambda s, _: say(s)), small=small)
     yield growing(run, "fork, sessions", on_one(lambda s, n: s.fork(f"f{next(n)}")), small=small)
     yield growing(run, "edit, sessions", on_one(lambda s, _: s.edit(s.turns, "Else", **ASK)), small=small)
