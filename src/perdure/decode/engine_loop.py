@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import operator
 import threading
 import time
 from collections import deque
@@ -52,6 +53,7 @@ CHUNK = 64
 """Prompt tokens a step while others wait, until it is known how long they take; in exact mode always."""
 STALL = 0.05
 """Seconds for which a running reply may be held up by others' prompts."""
+_COUNT = operator.attrgetter("count")
 _LONG = 0.05
 """Seconds of a step from which on whoever only looks does not wait for its end."""
 _LONGEST_QUIET = 1.0
@@ -318,11 +320,8 @@ class EngineLoop:
         if self._budget.chunk != pacer.chunk or self._budget.alone != pacer.alone:
             self._budget = replace(self._budget, chunk=pacer.chunk, alone=pacer.alone)
         for step in self.scheduler.plan(self._active, self.slots, self._budget, turn=self._turn):
-            # At every token: a generator would take longer than to look.
-            tokens = 0
-            for chunk in step:
-                tokens += chunk.count
-            if tokens >= len(step) + TIMED or pacer.seconds(tokens) >= _LONG:
+            tokens = sum(map(_COUNT, step))
+            if tokens >= len(step) + TIMED or tokens * pacer.a_token >= _LONG:
                 self._execute_long(step)
             else:
                 self.executor.execute(step, self._active, self._budget)

@@ -98,7 +98,7 @@ class Executor:
             chunk = self._in_flight[0]
             place = (id(chunk.sequence), chunk.start)
             passed = time.monotonic() - self._began
-            left = self._pacer.seconds(chunk.count) - passed
+            left = chunk.count * self._pacer.a_token - passed
             if place != self.interrupted and left > max(PATIENCE, passed):
                 self.interrupted = place
                 self._context.cancel()
@@ -329,7 +329,7 @@ class Executor:
                 # All samples of a prompt draw their first token from its one row.
                 prompts.append(group)
                 drawing = [each for each in group.sequences if not each.done]
-            seq = sequence.seq
+            seq, draft = sequence.seq, chunk.draft
             assert seq is not None
             for each in drawing:
                 self._drawn.append((group, each))
@@ -340,14 +340,15 @@ class Executor:
                 if (rule := each.compiled) is not None:
                     position = len(each.tokens)
                     plain.append((seq, count - 1, each, rule, position, chunk))
-                    for ahead in range(1, len(chunk.draft) + 1):
-                        plain.append((seq, count - 1 + ahead, each, rule, position + ahead, chunk))
+                    if draft:
+                        for ahead in range(1, len(draft) + 1):
+                            plain.append((seq, count - 1 + ahead, each, rule, position + ahead, chunk))
                     continue
-                if chunk.draft:
+                if draft:
                     one_by_one.append(chunk)
                 with _contained(each):
                     wanted.append((each, each.select(self._context, count - 1, seq)))
-            if chunk.draft:
+            if draft:
                 guessed.append(chunk)
         measures = None
         if plain:

@@ -332,7 +332,8 @@ class BatchScheduler:
         step, prefills, suspects = _ready(groups)
         if slots.context.mixed:
             step, prefills = self._of_one_set(step, prefills, slots.context)
-        _cut_forced(step, budget.tokens)
+        if REPLIED * len(step) > budget.tokens:
+            _cut_forced(step, budget.tokens)
         # A sequence whose tokens may have made a step fail is computed by itself.
         steps: list[Step] = []
         for group, sequence in suspects:
@@ -480,8 +481,8 @@ class PrefillPacer:
         self._largest = largest
         self._stall = stall
         self._longest = max(longest, stall)
-        self._a_token: float | None = None
-        """Seconds, as of the last step; None before the first."""
+        self.a_token = 0.0
+        """Seconds that a token of a prompt takes, as of the last step; 0 before the first, which is short."""
         self._in_tiles: float | None = None
         """The same as of the last step of `TILE` tokens and more; None once it was compared with a shorter
         one: both get slower with the context."""
@@ -492,13 +493,13 @@ class PrefillPacer:
         """A step of so many tokens took so long."""
         if tokens < TIMED or seconds <= 0:
             return
-        is_first, self._a_token = self._a_token is None, seconds / tokens
+        is_first, self.a_token = not self.a_token, seconds / tokens
         if not self._stall:
             return
         if tokens >= TILE:
-            self._in_tiles = self._a_token
+            self._in_tiles = self.a_token
         elif self._in_tiles is not None:
-            if self._a_token > _FAR_SLOWER * self._in_tiles:
+            if self.a_token > _FAR_SLOWER * self._in_tiles:
                 self._least = TILE
             self._in_tiles = None
         # Half way at a time: one slow step says little, and larger steps are faster by the token.
@@ -507,10 +508,6 @@ class PrefillPacer:
         size = self._within(max(self._least, aim if is_first else (self.alone + aim) / 2))
         # In whole multiples: kernels compute so many tokens at a time.
         self.alone = size if size < TIMED else size // TIMED * TIMED
-
-    def seconds(self, tokens: int) -> float:
-        """How long a step of so many tokens takes. Nothing is known before the first step, which is short."""
-        return tokens * (self._a_token or 0.0)
 
     def _within(self, size: float) -> int:
         return max(min(TIMED, self._largest), min(self._largest, round(size)))
