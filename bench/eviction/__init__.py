@@ -28,7 +28,7 @@ _N_CTX = 12_288
 class LeastRecentlyUsed(Eviction):
     """All blocks are worth the same, and namespaces have no shares."""
 
-    def standing(self, block: BlockId) -> Standing:
+    def standing(self, block: BlockId | None) -> Standing:
         return Standing.CONVERSATION
 
     def owner(self, root: BlockId) -> str:

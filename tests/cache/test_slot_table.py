@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from perdure.cache.slots.checkpoints import CheckpointList, Point, PrefixHash
@@ -15,11 +15,13 @@ TEXT = st.lists(st.integers(0, 2), max_size=8)
 CHANGES = st.lists(st.tuples(st.integers(0, 5), st.sampled_from("ab"), TEXT), max_size=30)
 
 
-@given(CHANGES, TEXT)
+@example([(0, "a", [0] * 8), (1, "a", [0] * 6 + [1]), (2, "a", [0] * 3)], [0] * 7, 4)
+@given(CHANGES, TEXT, st.sampled_from([4, 16]))
 def test_what_slots_share_with_a_prompt_is_what_they_begin_alike_with_in_its_namespace(
-    changes: list[tuple[int, str, list[int]]], text: list[int]
+    changes: list[tuple[int, str, list[int]]], text: list[int], n_ctx: int
 ) -> None:
-    with ToyModel().context(n_ctx=16, n_seq=6) as context:
+    """Also where they are longer than the beginning that is compared at once."""
+    with ToyModel().context(n_ctx=n_ctx, n_seq=6) as context:
         table = SlotTable(context, swap_slots=0)
     held = dict[int, tuple[str, list[int]]]()
     for seq, namespace, tokens in changes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias, TypeVar
@@ -73,12 +74,14 @@ class BlockNames:
         if shared < len(tokens):
             self._root, self._tokens = root, tokens.copy()
             self._names = self._names[: shared // self._size]
-        names = self._names
         # As they are now: somebody else may add to them before all of these are taken.
-        known = names[: len(tokens) // self._size]
-        yield from known
-        rest = tokens[len(known) * self._size :]
-        for at, name in enumerate(chain(known[-1] if known else root, rest, self._size), len(known)):
+        known = self._names[: len(tokens) // self._size]
+        start = known[-1] if known else root
+        return itertools.chain(known, self._hashed(start, len(known), tokens, self._names))
+
+    def _hashed(self, start: BlockId, count: int, tokens: Ids, names: list[BlockId]) -> Iterator[BlockId]:
+        """Those behind the first `count`, of which `start` is the last. They are added to `names`."""
+        for at, name in enumerate(chain(start, tokens[count * self._size :], self._size), count):
             if at == len(names):
                 names.append(name)
             yield name

@@ -48,6 +48,7 @@ class Standing(enum.IntEnum):
         return self < Standing.CONVERSATION
 
 
+_UNKNOWN = "", Standing.CONVERSATION
 _LATER = {Standing.SHARED: 2, Standing.KEPT: 4}
 """Budgets by which these count as used later than they were."""
 
@@ -122,17 +123,18 @@ class Eviction:
         self._names = 0
         self._owners: dict[BlockId, str] = {}
 
-    # What a block is worth.
+    # What a block is worth. Each look is one call of a dict, and takes no lock.
 
-    def standing(self, block: BlockId) -> Standing:
-        with self._lock:
-            if block in self._kept:
-                return Standing.KEPT
-            known = self._blocks.get(block)
-            return Standing.CONVERSATION if known is None else known[1]
+    def standing(self, block: BlockId | None) -> Standing:
+        """What a block is; None is one that is not known."""
+        if block in self._kept:
+            return Standing.KEPT
+        return Standing.CONVERSATION if block is None else self._blocks.get(block, _UNKNOWN)[1]
 
     def worth(self, block: BlockId, clock: int, budget: int) -> int:
         """What a block is worth that is used at `clock`, in a tier of `budget` bytes."""
+        if block not in self._kept and self._blocks.get(block, _UNKNOWN)[1] is Standing.CONVERSATION:
+            return clock
         return worth(self.standing(block), clock, budget)
 
     def may_evict(self, block: BlockId, worth: int) -> bool:
@@ -176,7 +178,9 @@ class Eviction:
             if use.side:
                 changed = [name for name in names if self._set(name, "", Standing.SIDE)]
             elif use.conversation:
-                changed = [name for name in names if self._set(name, use.conversation, Standing.CONVERSATION)]
+                # Mostly they are its own already.
+                known, own = self._blocks, (use.conversation, Standing.CONVERSATION)
+                changed = [name for name in names if known.get(name) != own and self._set(name, *own)]
                 if names:
                     changed += self._advance(use.key, list(names))
             self._forget()
@@ -282,6 +286,9 @@ class Eviction:
 def _common(one: Sequence[BlockId], other: Sequence[BlockId]) -> int:
     """How many blocks two lines begin with alike. A block's name says all that comes before it."""
     low, high = 0, min(len(one), len(other))
+    if high and one[high - 1] == other[high - 1]:
+        # Mostly one goes on from the other.
+        return high
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if one[middle - 1] == other[middle - 1] else (low, middle - 1)

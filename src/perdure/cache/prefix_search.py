@@ -93,7 +93,7 @@ def merged(walks: Iterable[Iterator[N]], *, back: bool) -> Iterator[N]:
     """Sorted walks as one, each read no further than asked. What several have is taken from the first of them
     that has its tail state, or else from the first."""
     heads = [(block, walk) for walk in walks if (block := next(walk, None)) is not None]
-    while heads:
+    while len(heads) > 1:
         at = (max if back else min)(key_of(block.tokens) for block, _ in heads)
         same = [block for block, _ in heads if key_of(block.tokens) == at]
         yield next((block for block in same if block.has_tail_state), same[0])
@@ -102,6 +102,9 @@ def merged(walks: Iterable[Iterator[N]], *, back: bool) -> Iterator[N]:
             for head, walk in heads
             if (block := head if key_of(head.tokens) != at else next(walk, None)) is not None
         ]
+    for block, walk in heads:
+        yield block
+        yield from walk
 
 
 class SortedKeys(Generic[V]):

@@ -170,8 +170,10 @@ class SlotCheckpoints(ABC):
 
     def restorable_lengths(self, shared: Counts, lengths: Counts) -> Counts:
         """The same for every slot."""
-        pairs = zip(shared.tolist(), lengths.tolist(), strict=True)
-        return np.array([self.restorable_length(seq, *pair) for seq, pair in enumerate(pairs)], np.int64)
+        restorable = shared.copy()
+        for seq in ((shared > 0) & (shared < lengths)).nonzero()[0].tolist():
+            restorable[seq] = self.restorable_length(seq, int(shared[seq]), int(lengths[seq]))
+        return restorable
 
     @abstractmethod
     def restorable_when_computed(self, shared: Counts, lengths: Counts) -> Counts:
@@ -214,6 +216,9 @@ class CutAnywhere(SlotCheckpoints):
         return CheckpointList()
 
     def restorable_length(self, seq: int, shared: int, length: int) -> int:
+        return shared
+
+    def restorable_lengths(self, shared: Counts, lengths: Counts) -> Counts:
         return shared
 
     def restorable_when_computed(self, shared: Counts, lengths: Counts) -> Counts:

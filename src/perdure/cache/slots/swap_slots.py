@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from perdure.cache.eviction import Eviction
 from perdure.cache.slots.checkpoints import SlotCheckpoints
-from perdure.cache.slots.placement import Slot
+from perdure.cache.slots.placement import Slot, standings
 from perdure.engine.context import Context
 from perdure.errors import EngineError
 
@@ -51,7 +51,7 @@ class SwapSlots:
     def swap_out(self, slot: Slot, source: object) -> bool:
         """Copy what `slot` holds into a swap slot other than `source`; False where that cannot be, or nobody
         is expected to go on from it."""
-        if slot.standing(self._eviction).is_unwanted:
+        if standings([slot], self._eviction)[0].is_unwanted:
             return False
         places = [each for each in self._slots if each is not source]
         if not places:

@@ -76,9 +76,9 @@ class MemoryTier:
         return block in self._nodes
 
     def lookup(self, block: BlockId) -> Block | None:
-        here = self._sound(block)
-        if here is not None:
-            self._touch(self._nodes[block])
+        if (node := self._nodes.get(block)) is None or (here := self._sound(block)) is None:
+            return None
+        self._touch(node)
         return here
 
     def peek(self, block: BlockId) -> Block | None:
@@ -234,7 +234,8 @@ class MemoryTier:
         self.clock += 1
         self.owner_used[node.owner] = self.clock
         node.worth = self.eviction.worth(node.id, self.clock, self.budget)
-        self._offer(node)
+        if node.children is None:
+            self._offer(node)
 
     def _offer(self, node: _Node) -> None:
         if node.children is None and not node.pins:

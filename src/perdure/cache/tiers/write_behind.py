@@ -40,7 +40,8 @@ class WriteBehind:
         self._limit = limit
         self._lacks = False
         """Whether blocks were turned down, or could not be written, since `make_up`."""
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._pending: dict[BlockId, Block] = {}
         self._children: dict[BlockId, ChildIndex] = {}
         """What waits to be written, by what it follows."""
@@ -66,7 +67,7 @@ class WriteBehind:
         return self.tier.written
 
     def lookup(self, block: BlockId) -> AnyBlock | None:
-        with self._changed:
+        with self._lock:
             waiting = self._pending.get(block)
             if waiting is not None or block in self._damaged:
                 return waiting
@@ -74,17 +75,17 @@ class WriteBehind:
 
     def children(self, parent: BlockId, *, start: bytes = b"", back: bool = False) -> Iterator[AnyBlock]:
         """The blocks that follow `parent`, by their tokens' bytes: from `start` on, or back from it."""
-        return merged(
-            [self._children_waiting(parent, start, back), self._children_written(parent, start, back)],
-            back=back,
-        )
-
-    def _children_waiting(self, parent: BlockId, start: bytes, back: bool) -> Iterator[AnyBlock]:
-        with self._changed:
+        written = self._children_written(parent, start, back)
+        with self._lock:
             children = self._children.get(parent)
-        names = children.walk(start, back=back) if children is not None else iter(())
+        if children is None:
+            return written
+        return merged([self._children_waiting(children, start, back), written], back=back)
+
+    def _children_waiting(self, children: ChildIndex, start: bytes, back: bool) -> Iterator[AnyBlock]:
+        names = children.walk(start, back=back)
         while True:
-            with self._changed:
+            with self._lock:
                 name = next(names, None)
                 block = None if name is None else self._pending.get(name)
             if name is None:
@@ -97,7 +98,7 @@ class WriteBehind:
             lambda: self.tier.children(parent, start=start, back=back), iter(())
         )
         while (meta := self._read(lambda: next(metas, None), None)) is not None:
-            with self._changed:
+            with self._lock:
                 hidden = meta.id in self._damaged
             if not hidden:
                 yield meta
@@ -226,7 +227,9 @@ class WriteBehind:
 
     def _read(self, question: Callable[[], T], nothing: T) -> T:
         try:
-            return question() if self.tier.index_at_hand else self._bounded(question)
+            if self.tier.index_at_hand or self.tier.patience is None:
+                return question()
+            return self._bounded(question)
         except Exception as error:
             self._failed("kept state cannot be found", error)
             return nothing

@@ -57,14 +57,16 @@ class StateCalls(GuardedCore):
 
     def save(self, seq: int = 0) -> bytes:
         """The state of `seq` as bytes that describe themselves (see `state.py`)."""
-        with self._turn(seq):
+        with self._lock:
+            self._check(seq)
             tokens = self._held(seq)
             identity = self.identity_of(self._sets[seq], len(tokens))
             return saved.pack(identity, tokens, self._core.read(seq, partial=False))
 
     def load(self, state: bytes | bytearray | memoryview, seq: int = 0) -> None:
         """Replace `seq` by saved state. Foreign or damaged bytes are refused before the engine sees them."""
-        with self._turn(seq):
+        with self._lock:
+            self._check(seq)
             found = saved.unpack(state, functools.partial(self.identity_of, self._sets[seq]))
             tokens = found.tokens
             if not 0 < len(tokens) <= self.n_ctx:
@@ -82,7 +84,8 @@ class StateCalls(GuardedCore):
 
     def checkpoint(self, seq: int = 0) -> Checkpoint:
         """A point to `restore` later, small where the memory can be cut."""
-        with self._turn(seq):
+        with self._lock:
+            self._check(seq)
             tokens = self._held(seq)
             part = None
             if self.memory.needs_checkpoint:
@@ -96,7 +99,8 @@ class StateCalls(GuardedCore):
         """
         if not isinstance(checkpoint, Checkpoint):
             raise InvalidInputError(f"restore takes a checkpoint, got {type(checkpoint).__name__}")
-        with self._turn(seq):
+        with self._lock:
+            self._check(seq)
             if checkpoint.identity != self.identity_of(self._sets[seq], checkpoint.length).digest:
                 raise IncompatibleStateError("this checkpoint is of another model, adapter, build or layout")
             alone = not self.memory.has_rows
@@ -115,14 +119,16 @@ class StateCalls(GuardedCore):
 
     def capture(self, seq: int = 0) -> Capture:
         """The state of `seq` in parts; cut its rows before the context is used again."""
-        with self._turn(seq):
+        with self._lock:
+            self._check(seq)
             self._held(seq)
             return self._core.capture(seq)
 
     def row_bytes(self) -> int | None:
         """How wide the rows of a captured state are here; None where its states have no rows by token."""
         if self._row_bytes is None:
-            with self._turn():
+            with self._lock:
+                self._check()
                 lengths = [self._ledger.length(seq) for seq in range(self.n_seq)]
                 if 0 in lengths:
                     # It may take a step of its own to find out.
@@ -153,7 +159,8 @@ class StateCalls(GuardedCore):
                     "tokens anew",
                     field="row width",
                 )
-        with self._turn(seq):
+        with self._lock:
+            self._check(seq)
             self._rows.end()
             with Undoing(self, {seq: EMPTY}):
                 self._core.remove(seq, 0)
@@ -176,7 +183,8 @@ class StateCalls(GuardedCore):
         whatever their type in the cache. Without `rope`, keys are as they were before their positions
         rotated them. Layers with a window have its tokens: without a start, the first one is that which all
         these layers still have."""
-        with self._turn(seq):
+        with self._lock:
+            self._check(seq)
             length = len(self._held(seq))
             captured = self._core.capture(seq)
             return read_sequence(self._kv_reader(), captured, length, layer, start, stop, rope=rope)
@@ -201,7 +209,8 @@ class StateCalls(GuardedCore):
         given back afterwards: nothing here changes or becomes slower. For `attention` that is done without
         flash attention. Keys and values are f16 there."""
         parts = checked_parts(what)
-        with self._turn(seq):
+        with self._lock:
+            self._check(seq)
             tokens = self._held(seq)
             tokens = tokens[: len(tokens) if stop is None else check_whole("stop", stop, 1, len(tokens))]
             check_whole("start", start, 0, max(0, len(tokens) - 1))
@@ -215,7 +224,8 @@ class StateCalls(GuardedCore):
     def step_trace(self, row: int = -1, seq: int | None = None) -> Trace:
         """What layers computed for a row of the last native step, in that step, where the context was opened
         with `trace`. Where the engine does not say which row is whose, it is computed again."""
-        with self._turn():
+        with self._lock:
+            self._check()
             if not isinstance(self._core, TracingCore):
                 raise InvalidInputError("steps are not traced here: open with trace=('hidden',)")
             asked = self._core.step_trace(self._rows.live(row, seq))
@@ -230,7 +240,8 @@ class StateCalls(GuardedCore):
     ) -> KeyValues:
         """The same of rows that were captured here, such as those of a stored block whose first token is at
         position `start`."""
-        with self._turn():
+        with self._lock:
+            self._check()
             width = self.row_bytes()
             reader = self._kv_reader()
             if rows.ndim != 2 or rows.shape[1] != width:
@@ -242,7 +253,8 @@ class StateCalls(GuardedCore):
 
         A larger state gets memory of its own for as long as it is on its way.
         """
-        with self._turn():
+        with self._lock:
+            self._check()
             return self._core.limit_scratch(nbytes)
 
     @property
@@ -252,7 +264,8 @@ class StateCalls(GuardedCore):
 
     def prepare(self) -> None:
         """Find out now how state is laid out, which the first capture or assembling does otherwise."""
-        with self._turn():
+        with self._lock:
+            self._check()
             if not any(map(self._ledger.length, range(self.n_seq))):
                 self._core.prepare()
 
@@ -284,17 +297,20 @@ class Context(StateCalls):
 
     def tokens(self, seq: int = 0) -> list[int]:
         """The tokens of `seq` that are in the cache."""
-        with self._turn(seq):
+        with self._lock:
+            self._check(seq)
             return self._ledger.tokens(seq)
 
     def length(self, seq: int = 0) -> int:
         """How many tokens of `seq` are in the cache."""
-        with self._turn(seq):
+        with self._lock:
+            self._check(seq)
             return self._ledger.length(seq)
 
     def lengths(self) -> list[int]:
         """How many tokens of each sequence are in the cache."""
-        with self._turn():
+        with self._lock:
+            self._check()
             return self._ledger.lengths()
 
     def beginning(self, seq: int, count: int) -> tuple[int, list[int]]:
@@ -305,17 +321,20 @@ class Context(StateCalls):
 
     def token_array(self, seq: int = 0, start: int = 0, stop: int | None = None) -> NDArray[np.int32]:
         """The tokens of `seq` from `start` to `stop` that are in the cache, as an array of their own."""
-        with self._turn(seq):
+        with self._lock:
+            self._check(seq)
             return self._ledger.array(seq, start, stop)
 
     def common_prefix(self, tokens: NDArray[np.int32], seq: int = 0) -> int:
         """How many of `tokens` `seq` starts with."""
-        with self._turn(seq):
+        with self._lock:
+            self._check(seq)
             return self._ledger.common_prefix(seq, tokens)
 
     def shortest_cut(self, seq: int = 0) -> int:
         """The shortest length above 0 that `truncate` can reach now without a checkpoint."""
-        with self._turn(seq):
+        with self._lock:
+            self._check(seq)
             length = self._ledger.length(seq)
             return self.memory.shortest_cut(length, self._core.oldest(seq)) if length else 0
 
@@ -329,7 +348,8 @@ class Context(StateCalls):
         """
         ids = self._check_tokens(tokens)
         wanted = outputs(rows, len(ids))
-        with self._turn(seq):
+        with self._lock:
+            self._check(seq)
             start = self._check_room(seq, len(ids))
             self._rows.end()
             adapters, same = self._sets[seq], self.same_adapters(seq, start, len(ids))
@@ -467,7 +487,8 @@ class Context(StateCalls):
         """At most `count` tokens that the model's next-token layers expect behind `token`, which comes next
         in `seq`. `draw` takes a row of logits and the position of the token that is drawn from it. The
         sequence stays as it is, and so do the rows of the last step."""
-        with self._turn(seq):
+        with self._lock:
+            self._check(seq)
             check_token(token, self.n_vocab)
             check_whole("count", count, 1)
             if not isinstance(self._core, GuessingCore):
@@ -479,14 +500,16 @@ class Context(StateCalls):
         """Put other values into a row of the last native step. Its views end."""
         if np.shape(logits) != (self.n_vocab,):
             raise RowError(f"a row has {self.n_vocab} values, got {np.shape(logits)}")
-        with self._turn():
+        with self._lock:
+            self._check()
             index = self._rows.live(row, seq)
             self._rows.renew()
             self._core.row(index)[:] = logits
 
     def rule_out(self, mask: NDArray[np.uint8], row: int = -1, seq: int | None = None) -> None:
         """Make tokens whose bit in `mask` is 0 impossible in a row of the last native step. Its views end."""
-        with self._turn():
+        with self._lock:
+            self._check()
             index = self._rows.live(row, seq)
             allowed = np.unpackbits(mask, count=self.n_vocab, bitorder="little")
             if not allowed.any():
@@ -504,7 +527,8 @@ class Context(StateCalls):
 
     def truncate(self, length: int, seq: int = 0) -> None:
         """Keep the first `length` tokens of `seq`."""
-        with self._turn(seq):
+        with self._lock:
+            self._check(seq)
             held = self._ledger.length(seq)
             if not is_integer(length) or not 0 <= length <= held:
                 raise InvalidInputError(f"sequence {seq} holds {held} tokens, cannot keep {length}")
@@ -525,7 +549,8 @@ class Context(StateCalls):
 
     def fork(self, src: int, dst: int) -> None:
         """Make `dst`, whatever it held, a copy of `src`."""
-        with self._turn(src, dst):
+        with self._lock:
+            self._check(src, dst)
             if src == dst:
                 raise SequenceError(f"sequence {src} cannot be forked into itself")
             self._rows.end()
@@ -536,11 +561,13 @@ class Context(StateCalls):
                     self._core.copy(src, dst)
                     self._confirm(dst, length)
                     self._ledger.copy(src, dst)
-                self._set(dst, self._sets[src])
+                if self._sets[dst] is not self._sets[src]:
+                    self._set(dst, self._sets[src])
 
     def clear(self, seq: int | None = None) -> None:
         """Forget `seq`; with none named, everything, as if the context were new. Adapters stay."""
-        with self._turn(*(() if seq is None else (seq,))):
+        with self._lock:
+            self._check(*(() if seq is None else (seq,)))
             self._rows.end()
             seqs = range(self.n_seq) if seq is None else (seq,)
             with Undoing(self, dict.fromkeys(seqs, EMPTY)):
@@ -560,7 +587,8 @@ class Context(StateCalls):
         has keeps its tokens. With none named, all are cleared.
         """
         chosen = adapters if isinstance(adapters, AdapterSet) else AdapterSet.of(adapters)
-        with self._turn(*(() if seq is None else (seq,))):
+        with self._lock:
+            self._check(*(() if seq is None else (seq,)))
             if chosen is not self._default and chosen == self._default:
                 chosen = self._default
             if seq is not None and self._sets[seq] is chosen:

@@ -131,7 +131,8 @@ class GuardedCore(Closing):
 
     def adapters_of(self, seq: int) -> AdapterSet:
         """What `seq` is computed with."""
-        self._check_seqs((seq,))
+        if type(seq) is not int or not 0 <= seq < self.n_seq:
+            self._check_seqs((seq,))
         return self._sets[seq]
 
     def same_state_until(self, seq: int, adapters: AdapterSet) -> float:
@@ -188,12 +189,14 @@ class GuardedCore(Closing):
         if self._undo.marks:
             self._roll_back()
 
-    @contextmanager
-    def _turn(self, *seqs: int) -> Iterator[None]:
-        with self._lock:
+    def _check(self, *seqs: int) -> None:
+        """What every call begins with, once it has the lock. A context manager for both would be three times
+        as dear, and a session's turn makes some twenty such calls."""
+        if self._closing or self._undo.marks:
             self._ready()
-            self._check_seqs(seqs)
-            yield
+        for seq in seqs:
+            if type(seq) is not int or not 0 <= seq < self.n_seq:
+                self._check_seqs((seq,))
 
     def _check_seqs(self, seqs: Iterable[int]) -> None:
         for seq in seqs:

@@ -56,8 +56,9 @@ class Ledger:
     def common_prefix(self, seq: int, tokens: NDArray[np.int32]) -> int:
         count = min(len(tokens), len(self._tokens[seq]))
         held = np.frombuffer(self._tokens[seq][:count], np.int32) if count else tokens[:0]
-        different = np.flatnonzero(held != tokens[:count])
-        return int(different[0]) if len(different) else count
+        differ = held != tokens[:count]
+        at = int(differ.argmax()) if count else 0
+        return at if count and differ[at] else count
 
     def append(self, seq: int, tokens: NDArray[np.int32]) -> None:
         self._tokens[seq].frombytes(tokens.tobytes())
@@ -164,7 +165,7 @@ def marked(marks: NDArray[np.int8]) -> list[int]:
     """The places of the rows that are wanted."""
     if marks is _ONE:
         return [0]
-    return np.flatnonzero(marks).tolist()
+    return marks.nonzero()[0].tolist()
 
 
 class StepRows:
