@@ -67,13 +67,13 @@ def pack(identity: Identity, tokens: NDArray[np.int32], payload: NDArray[np.uint
     head = _HEAD.pack(MAGIC, VERSION, *sizes, bytes(16), identity.digest)
     head += words + tokens.astype("<i4").tobytes()
 
-    def sealed() -> bytes:
+    def with_checksum() -> bytes:
         digest = xxhash.xxh3_128(head[: CHECKSUM.start])
         digest.update(head[CHECKSUM.stop :])
         digest.update(payload.data)
         return head[: CHECKSUM.start] + digest.digest() + head[CHECKSUM.stop :]
 
-    return joined(sealed, len(head), payload)
+    return joined(with_checksum, len(head), payload)
 
 
 def unpack(data: bytes | bytearray | memoryview, identity_of: Callable[[int], Identity]) -> SavedState:

@@ -45,7 +45,7 @@ def to_mlx(array: NDArray[Any], dtype: Any) -> Array:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ArrayShape:
     """One array of a cache: its shape, without the tokens where it has rows of them."""
 
     shape: tuple[int, ...]
@@ -60,24 +60,24 @@ class Part:
 class Layout:
     """How a model's state is laid out, seen from a step of one token."""
 
-    rows: tuple[tuple[Part, ...], ...]
+    rows: tuple[tuple[ArrayShape, ...], ...]
     """Of the leaves that keep rows by token, in order."""
-    window: tuple[tuple[Part, ...], ...]
+    window: tuple[tuple[ArrayShape, ...], ...]
     """Of those that are kept as a window."""
-    states: tuple[tuple[Part, ...], ...]
+    states: tuple[tuple[ArrayShape, ...], ...]
     memory: MemorySpec
 
     @classmethod
     def of(cls, caches: Sequence[Any], keeps_window: bool) -> Layout:
         memory = kind_of(caches, keeps_window=keeps_window)
-        rows: list[tuple[Part, ...]] = []
-        window: list[tuple[Part, ...]] = []
-        states: list[tuple[Part, ...]] = []
+        rows: list[tuple[ArrayShape, ...]] = []
+        window: list[tuple[ArrayShape, ...]] = []
+        states: list[tuple[ArrayShape, ...]] = []
         for leaf in leaves(caches):
             if isinstance(leaf, StateCache):
-                states.append(tuple(Part(tuple(part.shape), part.dtype) for part in leaf.cache))
+                states.append(tuple(ArrayShape(tuple(part.shape), part.dtype) for part in leaf.cache))
             else:
-                parts = tuple(Part((part.shape[1], part.shape[3]), part.dtype) for part in leaf.parts)
+                parts = tuple(ArrayShape((part.shape[1], part.shape[3]), part.dtype) for part in leaf.parts)
                 (window if _in_tail(leaf, memory) else rows).append(parts)
         return cls(tuple(rows), tuple(window), tuple(states), memory)
 
@@ -320,7 +320,7 @@ class SequenceState:
     def _put_rows(
         self,
         caches: Sequence[RowCache],
-        layout: Sequence[Sequence[Part]],
+        layout: Sequence[Sequence[ArrayShape]],
         table: NDArray[np.uint8],
         base: int,
         end: int,
