@@ -19,6 +19,7 @@ from pathlib import Path
 import perdure
 from perdure.chat.options import ChatKeywords, TurnKeywords
 from perdure.decode.request import ReplyKeywords, RequestKeywords, SamplingKeywords
+from perdure.engine.llama.fit import FitKeywords
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 
@@ -74,6 +75,7 @@ KEYWORDS = {
     "RequestKeywords": RequestKeywords,
     "TurnKeywords": TurnKeywords,
     "ChatKeywords": ChatKeywords,
+    "FitKeywords": FitKeywords,
 }
 
 

@@ -27,9 +27,8 @@ from perdure.decode.embedding import EmbeddingFuture, EmbeddingQueue
 from perdure.decode.engine_loop import CHUNK, STALL, EngineLoop
 from perdure.decode.output_queue import OutputQueue
 from perdure.decode.request import Request, check_prompt_size
-from perdure.decode.speculation.draft_model import ModelDrafter, check_vocabulary
+from perdure.decode.speculation.draft_model import ModelDrafter, NextTokenDrafter, check_vocabulary
 from perdure.decode.speculation.drafter import Drafter
-from perdure.decode.speculation.next_token import NextTokenDrafter
 from perdure.decode.speculation.ngrams import NgramDrafter
 from perdure.decode.stream import Stream, one_request
 from perdure.engine.adapters import PLAIN, AdapterTable, Scales

@@ -32,6 +32,8 @@ from perdure.cli.commands import (
 from perdure.cli.commands.agents import launch, mcp, why
 from perdure.cli.commands.weights import evaluate, files, fit, inspection, train
 from perdure.cli.options.shared import defaults
+from perdure.cli.output.terminal import note
+from perdure.config import choices
 
 # `--help` in sections: options and commands by what they are about.
 
@@ -158,8 +160,6 @@ def root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    from perdure.config import choices
-
     if context.invoked_subcommand != "config":
         # `perdure config` is what mends a file that cannot be read.
         chosen = {name: choice.value for name, choice in choices().items()}
@@ -234,8 +234,6 @@ def start(arguments: Sequence[str]) -> None:
     known = frozenset(name for option in command.params for name in (*option.opts, *option.secondary_opts))
     word_advice = advice_for_word(plain[0], group.commands) if plain else None
     if advice := word_advice or advice_for(plain, known):
-        from perdure.cli.output.terminal import note
-
         note(advice)
         raise SystemExit(2)
     # Shells complete `perdure`, also where it was started as a module.

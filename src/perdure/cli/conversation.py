@@ -17,6 +17,7 @@ from perdure.cli.output import progress, terminal, words
 from perdure.cli.output.reply_view import ReplyView
 from perdure.cli.runtime import model_path, opened, tell_demo
 from perdure.closing import Closing
+from perdure.config import settings
 from perdure.errors import ContextOverflow, PerdureError, SessionError, SessionNotFoundError
 
 if TYPE_CHECKING:
@@ -175,8 +176,6 @@ class Conversation(Closing):
 
     @property
     def _pending(self) -> PendingMessage:
-        from perdure.config import settings
-
         return PendingMessage(settings().home, self.folder, self.session.name)
 
     def edit(self, turn: int, text: str) -> bool:

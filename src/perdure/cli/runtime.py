@@ -77,7 +77,6 @@ def tell_demo(runtime: Runtime) -> None:
 
     Once in a home: who goes on with the demo knows what it is.
     """
-    from perdure.config import settings
     from perdure.models.catalogue import recommended
     from perdure.models.registry import DEFAULT, MODELS
 

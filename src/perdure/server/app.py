@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from perdure.server.api import analysis, cache, events, machine, models, page, pulls, sessions, where
+from perdure.server.api import analysis, cache, events, machine, models, page, sessions, where
 from perdure.server.core import api_error
 from perdure.server.core.api_error import too_many_connections
 from perdure.server.core.app_state import AppState
@@ -20,7 +20,7 @@ from perdure.server.core.middleware import OPEN, AccessLog, Auth, BodyLimits, Co
 from perdure.server.core.protocol import OPENAI
 from perdure.server.core.schemas import RequestSchema
 from perdure.server.core.visit import Visits
-from perdure.server.protocols import chat_routes, completions, embeddings, llama_server, sglang
+from perdure.server.protocols import chat_routes, completions, embeddings, llama_server, pulls, sglang
 from perdure.server.protocols.messages import answers as messages
 from perdure.server.protocols.ollama import routes as ollama
 from perdure.server.protocols.responses import routes as responses

@@ -15,8 +15,13 @@ from typing import Annotated, Any
 
 import typer
 
+from perdure import system
 from perdure.cli.options.shared import Json
+from perdure.cli.output import terminal, words
 from perdure.cli.output.facts import print_json
+from perdure.cli.output.terminal import note
+from perdure.config import settings
+from perdure.errors import PerdureError
 
 _LOOK = 5.0
 """Seconds that a server may take to tell of its models."""
@@ -41,10 +46,6 @@ def start(context: typer.Context) -> None:
 
     `perdure serve --help` shows them. It goes on when the terminal is closed, until `perdure stop`.
     """
-    from perdure import system
-    from perdure.cli.output import terminal
-    from perdure.errors import PerdureError
-
     if (running := current()) is not None:
         raise PerdureError(f"a server runs already, at {running.address}: `perdure stop` ends it")
     folder = _folder()
@@ -86,8 +87,6 @@ def stop(
     ] = 60.0,
 ) -> None:
     """Stop the server in the background. Replies that are being written are finished first."""
-    from perdure.errors import PerdureError
-
     running = current()
     lost = [] if running is not None else _lost_servers()
     if running is None and not lost:
@@ -110,7 +109,6 @@ def stop(
 
 def status(as_json: Json = False) -> None:
     """Show the server in the background, and who uses the store. The exit code is 1 where no server runs."""
-    from perdure.cli.output import terminal, words
     from perdure.cli.runtime import usual_store
     from perdure.store.owner import read_owner
 
@@ -172,14 +170,10 @@ def current() -> Server | None:
 
 def _lost_servers() -> list[int]:
     """Servers in the background whose folder was deleted under them: they still have its lock open."""
-    from perdure import system
-
     return system.holders_of_deleted(_folder() / "server.lock")
 
 
 def _folder() -> Path:
-    from perdure.config import settings
-
     home = settings().home
     home.mkdir(parents=True, exist_ok=True)
     return home
@@ -188,9 +182,6 @@ def _folder() -> Path:
 @contextmanager
 def _claimed() -> Iterator[int]:
     """A lock that the server inherits and that the system drops with it, however it ends."""
-    from perdure import system
-    from perdure.errors import PerdureError
-
     system.require_child_pipes("a server in the background")
     handle = os.open(_folder() / "server.lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -224,8 +215,6 @@ def _is_locked(path: Path) -> bool:
 
 def _until_listening(child: subprocess.Popen[bytes], log: Path) -> str:
     """What a server has said by the time it listens."""
-    from perdure.errors import PerdureError
-
     while True:
         ended = child.poll() is not None
         shown = log.read_text(encoding="utf-8", errors="replace")
@@ -266,8 +255,6 @@ def page(context: typer.Context) -> None:
 def open_browser(address: str) -> None:
     """Show an address in a browser; where there is none, say where it is."""
     import webbrowser
-
-    from perdure.cli.output.terminal import note
 
     if not webbrowser.open(address):
         note(f"no browser could be started here: open {address} in one")

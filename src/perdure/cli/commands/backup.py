@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from perdure import system
 from perdure.cli.options.shared import Json
+from perdure.cli.output import terminal, words
 from perdure.cli.output.facts import print_json
 
 if TYPE_CHECKING:
@@ -46,8 +48,6 @@ def restore(
     as_json: Json = False,
 ) -> None:
     """Make a store from a backup. What cannot be proved is left out and named, and the exit code is 1."""
-    from perdure import system
-    from perdure.cli.output import terminal
     from perdure.cli.output.progress import working
     from perdure.sessions.store.registry import restore as restore_store
 
@@ -78,7 +78,6 @@ def migrate(
     interrupted is run again: it goes on where it was. State stays behind, and the first turn of a session
     computes it again. The exit code is 1 if anything was left out.
     """
-    from perdure.cli.output import words
     from perdure.cli.output.progress import working
     from perdure.cli.runtime import session_folder
     from perdure.sessions.store.registry import migrate as migrate_store
@@ -114,8 +113,6 @@ def migrate(
 
 
 def _tell(made: Backup, what: str, as_json: bool) -> None:
-    from perdure.cli.output import words
-
     if as_json:
         typer.echo(json.dumps({**asdict(made), "path": str(made.path)}))
         return

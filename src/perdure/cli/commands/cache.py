@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import sys
@@ -14,7 +15,9 @@ import typer
 
 from perdure.cli.options.shared import AfterId, Ctx, Json, Limit, ModelFor, StoreFolder, Yes, parse_auto
 from perdure.cli.output.facts import print_json
+from perdure.cli.output.terminal import load
 from perdure.config import N_CTX, STORE_BYTES
+from perdure.errors import InvalidInputError, StoreError, StoreKeyError
 
 if TYPE_CHECKING:
     from perdure.cache.block import BlockMeta
@@ -83,7 +86,6 @@ def warm(
 ) -> None:
     """Compute the state of a text once, and keep it for every later run."""
     from perdure.backend import LocalBackend
-    from perdure.cli.output.terminal import load
     from perdure.cli.runtime import usual_store
     from perdure.sessions.store.registry import encryption_of
 
@@ -167,8 +169,6 @@ def verify(store: StoreFolder = None, as_json: Json = False) -> None:
 
     The index is mended too. The exit code is 1 if anything was wrong, and 0 when all is well.
     """
-    import dataclasses
-
     from rich.console import Console
     from rich.progress import Progress
 
@@ -196,8 +196,6 @@ def verify(store: StoreFolder = None, as_json: Json = False) -> None:
 
 
 def _piped() -> str:
-    from perdure.errors import InvalidInputError
-
     if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty():
         raise typer.BadParameter("give a text, or pipe one in", param_hint="PROMPT")
     try:
@@ -214,7 +212,6 @@ def _opened(store: Path | None, *, readonly: bool, rebuild: bool = False) -> Ite
     from perdure.cache.tiers.archive import block_folders
     from perdure.cache.tiers.disk import DiskTier
     from perdure.cli.runtime import usual_store
-    from perdure.errors import StoreError
     from perdure.sessions.store.registry import encryption_of
 
     folder = store or usual_store()
@@ -239,7 +236,6 @@ def _without_key(store: Path | None) -> list[Path]:
     from perdure.cache.tiers.archive import block_folders
     from perdure.cache.tiers.encryption import check_mark, read_mark
     from perdure.cli.runtime import usual_store
-    from perdure.errors import StoreKeyError
     from perdure.sessions.store.registry import encryption_of
 
     folder, lost = store or usual_store(), []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -9,9 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from perdure import config
 from perdure.cli.options import shared
 from perdure.cli.options.groups import ConversationOptions, EngineOptions, SamplingOptions, unfolded
 from perdure.cli.options.shared import first_word
+from perdure.cli.output import terminal
+from perdure.cli.prompt import read_text, split_model, system_text
 from perdure.config import N_CTX, Overflow
 
 if TYPE_CHECKING:
@@ -52,8 +56,6 @@ def chat(
     A chat without --session is not kept, unless you type /keep NAME. From a pipe, each line is a message and
     each is answered.
     """
-    from perdure.cli.prompt import split_model
-
     # Whatever is wrong with the request is told before a model is fetched or loaded.
     name, first = split_model(words, model)
     converse(name, first, conversation, overflow, sampling, engine)
@@ -68,11 +70,8 @@ def converse(
     engine: EngineOptions,
 ) -> None:
     """A conversation from its first words until somebody leaves it."""
-    from perdure import config
     from perdure.cli.conversation import Conversation
     from perdure.cli.line_editor import LineEditor
-    from perdure.cli.output import terminal
-    from perdure.cli.prompt import system_text
     from perdure.cli.slash_commands import NAMES
 
     settings_now = config.settings()
@@ -125,7 +124,6 @@ def converse(
 
 
 def _answer_lines(talk: Conversation, editor: LineEditor) -> None:
-    from perdure.cli.output import terminal
     from perdure.cli.slash_commands import run_slash_command
 
     for message in editor.messages(lambda: talk.prompt):
@@ -151,10 +149,7 @@ def _piped() -> Iterator[str]:
 
 
 def _settings(schema: Path | None, overflow: Overflow, max_tokens: int | None) -> dict[str, Any]:
-    import json
-
     from perdure import Grammar
-    from perdure.cli.prompt import read_text
 
     settings: dict[str, Any] = {"overflow": overflow, "max_tokens": max_tokens}
     if schema is not None:

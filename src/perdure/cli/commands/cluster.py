@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from perdure.cli.output.terminal import note
+from perdure.errors import InvalidInputError
+
 if TYPE_CHECKING:
     from perdure.cluster.config import ClusterConfig
 
@@ -27,8 +30,6 @@ def serve(
     there, and goes on when this command has ended. The exit code is 2 if the file is wrong, and 1 if Ray is
     not installed or the replicas do not start.
     """
-    from perdure import InvalidInputError
-    from perdure.cli.output.terminal import note
     from perdure.cluster.config import ClusterConfig
 
     try:
@@ -62,7 +63,6 @@ def _run(settings: ClusterConfig) -> None:
     import ray
     from ray import serve
 
-    from perdure.cli.output.terminal import note
     from perdure.cluster.application import NAME, build
 
     ray.init(

@@ -9,8 +9,13 @@ from typing import Annotated
 
 import typer
 
+from perdure import system
+from perdure.atomic import atomic_write
 from perdure.cli.options.shared import Json
+from perdure.cli.output import terminal
 from perdure.cli.output.facts import print_json
+from perdure.config import SETTINGS, choices, config_file, find_setting, parse_setting, read_config, settings
+from perdure.errors import InvalidInputError
 
 app = typer.Typer(help="Defaults for the commands, in a file.", no_args_is_help=True)
 
@@ -20,8 +25,6 @@ Name = Annotated[str, typer.Argument(help="A name that `perdure config show` lis
 @app.command()
 def path() -> None:
     """Print where the config file is."""
-    from perdure.config import config_file
-
     typer.echo(config_file())
 
 
@@ -36,8 +39,6 @@ def show(
     An option wins over the environment, the environment over the file, the file over the default.
     """
     from perdure.cli.options.shared import usual_value
-    from perdure.cli.output import terminal
-    from perdure.config import SETTINGS, choices, find_setting
 
     chosen = choices()
     shown = SETTINGS if name is None else (find_setting(name),)
@@ -62,8 +63,6 @@ def show(
 @app.command(name="set")
 def set_(name: Name, value: Annotated[str, typer.Argument(help="Its value from now on.")]) -> None:
     """Write a setting into the config file."""
-    from perdure.config import config_file, parse_setting, read_config
-
     file = config_file()
     # A file that cannot be read is not written over.
     read_config(file)
@@ -75,9 +74,6 @@ def set_(name: Name, value: Annotated[str, typer.Argument(help="Its value from n
 @app.command()
 def unset(name: Name) -> None:
     """Remove a setting from the config file. Its default holds again."""
-    from perdure.config import config_file, find_setting, read_config
-    from perdure.errors import InvalidInputError
-
     file = config_file()
     find_setting(name)
     if name not in read_config(file):
@@ -88,9 +84,6 @@ def unset(name: Name) -> None:
 
 def paths(as_json: Json = False) -> None:
     """Print the folders and files that perdure uses."""
-    from perdure.cli.output import terminal
-    from perdure.config import config_file, settings
-
     now = settings()
     places = {
         "config": config_file(),
@@ -109,9 +102,6 @@ def paths(as_json: Json = False) -> None:
 
 def _rewrite(file: Path, name: str, line: str | None) -> None:
     """Replace the line of a setting, and leave every other line as it is."""
-    from perdure import system
-    from perdure.atomic import atomic_write
-
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     own = re.compile(rf"""\s*["']?{re.escape(name)}["']?\s*=""")
     rewritten = [each for each in lines if not own.match(each)]

@@ -6,6 +6,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -13,11 +14,14 @@ from typing import Annotated
 import typer
 
 from perdure import system
+from perdure.atomic import atomic_write
 from perdure.cli.options.shared import Json, StoreFolder, model_names
+from perdure.cli.output import terminal
 from perdure.cli.output.facts import print_json
-from perdure.config import STORE_BYTES
+from perdure.config import STORE_BYTES, settings
 from perdure.engine import registry
 from perdure.engine.registry import Finding
+from perdure.errors import InvalidInputError, ModelError, PerdureError, StoreKeyError
 
 _WRITTEN = 64 << 20
 _SLOW_DISK = 50
@@ -59,7 +63,6 @@ def doctor(
 
     The exit code is 1 if something is bad. Nothing is changed.
     """
-    from perdure.cli.output import terminal
     from perdure.cli.runtime import usual_store
 
     if report is not None and report.exists():
@@ -81,8 +84,6 @@ def doctor(
 
 
 def _write_report(path: Path, findings: list[Finding]) -> None:
-    from perdure.atomic import atomic_write
-    from perdure.cli.output import terminal
     from perdure.cli.output.problem_report import problem_report
 
     try:
@@ -109,8 +110,6 @@ def _threads() -> Iterator[Finding]:
 
 
 def _memory(model: str | None) -> Iterator[Finding]:
-    from perdure.config import settings
-    from perdure.errors import ModelError
     from perdure.models import read_parts, resolve
     from perdure.models.local_models import locate
     from perdure.models.registry import DEFAULT
@@ -182,7 +181,6 @@ def _store(store: Path) -> Iterator[Finding]:
 
 def _blocks(store: Path, folder: Path) -> Finding:
     from perdure.cache.tiers.disk import DiskTier
-    from perdure.errors import PerdureError, StoreKeyError
     from perdure.sessions.store.registry import encryption_of
 
     try:
@@ -211,7 +209,6 @@ def _blocks(store: Path, folder: Path) -> Finding:
 
 def _database(folder: Path) -> Iterator[Finding]:
     """The database of sessions, where the folder stands for one."""
-    from perdure.errors import PerdureError
     from perdure.sessions.store.postgres.place import place_in
     from perdure.sessions.store.registry import open_store
 
@@ -240,11 +237,9 @@ def _database(folder: Path) -> Iterator[Finding]:
 def _place(url: str) -> Iterator[Finding]:
     """A place where machines share state: an object is written, read and deleted there."""
     import secrets
-    from contextlib import closing
 
     from perdure.cache.tiers.places import open_place
     from perdure.cache.tiers.shared import writers
-    from perdure.errors import InvalidInputError
 
     shown, name = url.split("?")[0].rpartition("@")[2], f"list-doctor-{secrets.token_hex(8)}"
     try:

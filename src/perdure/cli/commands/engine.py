@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.filesize import decimal
 
 from perdure.cli.options.shared import Json, Yes
 from perdure.cli.output.facts import print_json
+from perdure.cli.output.terminal import may_fetch, write_line
+from perdure.errors import EngineLibraryError, LibraryFetchError
 
 if TYPE_CHECKING:
     from perdure.engine.llama.native.probe import ChosenLibrary, ProbeResult
@@ -122,7 +125,6 @@ def _install_best(*, yes: bool) -> None:
     """Install the first package, of those that can run here, whose GPU runs."""
     from perdure import libraries
     from perdure.cli.output.progress import fetching
-    from perdure.cli.output.terminal import may_fetch
     from perdure.libraries.machine import installable, read_machine
 
     machine = read_machine()
@@ -154,7 +156,6 @@ def _fits() -> list[Fit]:
 
 def _fetch_runtime(fit: Fit | None, *, yes: bool) -> None:
     """NVIDIA's runtime, where a CUDA package needs it and the machine has none."""
-    from perdure.cli.output.terminal import may_fetch
     from perdure.libraries.runtime import RUNTIMES, install_runtime
 
     if fit is None or fit.runtime is None:
@@ -171,8 +172,6 @@ def rm(
     yes: Yes = False,
 ) -> None:
     """Delete an installed library."""
-    from rich.filesize import decimal
-
     from perdure import libraries
 
     entry = libraries.find(name)
@@ -240,7 +239,6 @@ def _rows() -> list[Row]:
     from perdure import libraries
     from perdure.engine.llama.native import probe
     from perdure.engine.llama.native.source import candidates
-    from perdure.errors import EngineLibraryError
 
     here = list(candidates())
     try:
@@ -261,8 +259,6 @@ def _rows() -> list[Row]:
 
 
 def _row(source: LibrarySource, choice: ChosenLibrary | None, failed: ProbeResult | None) -> Row:
-    from dataclasses import replace
-
     from perdure import libraries
 
     used = choice is not None and choice.source == source
@@ -316,7 +312,6 @@ def _entry_row(entry: Installed, *, why: str) -> Row:
 def _absent(there: set[str], *, used: bool) -> list[Row]:
     """What can be fetched for this machine and is not here."""
     from perdure import libraries
-    from perdure.errors import LibraryFetchError
 
     rows = []
     for backend in libraries.BACKENDS:
@@ -351,10 +346,6 @@ def _loaded() -> tuple[str, str, tuple[str, ...]]:
 
 
 def _show(row: Row) -> None:
-    from rich.filesize import decimal
-
-    from perdure.cli.output.terminal import write_line
-
     about = [
         f"llama.cpp {row.version}" if row.version else "",
         f"CPU variant {row.variant}" if row.variant else "",

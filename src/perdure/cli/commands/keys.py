@@ -9,8 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from perdure.atomic import make_folder, sync_folder, write_file
 from perdure.cli.options.shared import Json, StoreFolder
+from perdure.cli.output import terminal
 from perdure.cli.output.facts import print_json
+from perdure.cli.output.terminal import write_columns
+from perdure.config import settings
+from perdure.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from perdure.server.core.keys import Key, KeyUsage
@@ -73,7 +78,6 @@ def add(
 
     With `--store postgresql://…` it is kept in the database: for all replicas, at once.
     """
-    from perdure.cli.output import terminal
     from perdure.server.core.keys import new_key
 
     secret, key = new_key(
@@ -108,8 +112,6 @@ def add(
 @app.command(name="ls")
 def list_(file: File = None, store: StoreFolder = None, as_json: Json = False) -> None:
     """List the keys by id, with namespace and limits. The keys themselves are not stored."""
-    from perdure.cli.output import terminal
-
     keys, where, option = _found(file, store)
     if as_json:
         print_json([_plain(key) for key in keys])
@@ -135,9 +137,6 @@ def rm(
 
     With `--store postgresql://…` it is withdrawn from all replicas, within seconds.
     """
-    from perdure.cli.output import terminal
-    from perdure.errors import InvalidInputError
-
     keys, where, option = _found(file, store)
     matches = [each for each in keys if each.namespace == key]
     if not matches:
@@ -172,7 +171,6 @@ def usage(file: File = None, store: StoreFolder = None, as_json: Json = False) -
 
     A server writes it beside its keys some seconds after each reply; it is kept for 31 days.
     """
-    from perdure.cli.output.terminal import write_columns
     from perdure.server.core.keys import SAVED_AFTER
 
     keys, where, _ = _found(file, store)
@@ -250,9 +248,6 @@ def _usage(file: Path | None, store: Path | None) -> KeyUsage:
 
 
 def _path(file: Path | None) -> Path:
-    from perdure.config import settings
-    from perdure.errors import InvalidInputError
-
     path = file or settings().home / "keys"
     if path.suffix.lower() == ".toml":
         raise InvalidInputError(
@@ -262,8 +257,6 @@ def _path(file: Path | None) -> Path:
 
 
 def _lines(path: Path) -> list[str]:
-    from perdure.errors import InvalidInputError
-
     try:
         return path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
@@ -280,8 +273,6 @@ def _keys(path: Path) -> list[Key]:
 
 
 def write_lines(path: Path, lines: list[str]) -> None:
-    from perdure.atomic import make_folder, sync_folder, write_file
-
     make_folder(path.parent)
     # A server that runs as somebody else reads it by its group.
     write_file(path, ["".join(f"{line}\n" for line in lines).encode()], keep_access=True)

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from perdure.cli.options.shared import AfterAddress, Json, Limit, Namespace, StoreFolder, session_names
+from perdure.cli.output import terminal, words
 from perdure.cli.output.facts import print_json, tell
+from perdure.errors import AmbiguousError
 
 if TYPE_CHECKING:
     from perdure import SessionMemory
@@ -35,7 +37,6 @@ def search(
     as_json: Json = False,
 ) -> None:
     """List memories: all, or those that match every option given."""
-    from perdure.cli.output import terminal
     from perdure.cli.runtime import sessions_in
 
     with sessions_in(store, readonly=True) as sessions:
@@ -71,9 +72,7 @@ def wake(
     as_json: Json = False,
 ) -> None:
     """Start a new session from a memory. It is checked first."""
-    from perdure.cli.output import terminal, words
     from perdure.cli.runtime import sessions_in
-    from perdure.errors import AmbiguousError
 
     with sessions_in(store, readonly=False) as sessions:
         try:

@@ -10,10 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
 import typer
+from rich.filesize import decimal
 
 from perdure.cli.commands.agents.why import Key, Url, ask
 from perdure.cli.options.shared import Json, Yes, model_names
+from perdure.cli.output import terminal, words
 from perdure.cli.output.facts import print_json
+from perdure.cli.output.terminal import harmless, write_columns
+from perdure.config import settings
+from perdure.errors import OutOfMemoryError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -54,8 +59,6 @@ def inspect(
 
     Of a LoRA or a control vector: what it changes, and of which architecture.
     """
-    from pathlib import Path
-
     from perdure.cli.output.progress import fetching
     from perdure.engine.registry import engine_for
     from perdure.models.adapter_file import adapter_of, is_adapter
@@ -75,11 +78,7 @@ def inspect(
 
 
 def _show_losses(name: str, as_json: bool) -> None:
-    from perdure.cli.output import terminal
-    from perdure.cli.output.facts import print_json
-    from perdure.cli.output.terminal import write_columns
     from perdure.engine.kv_loss import EXACT_TYPES, measure, parse_kv_type, remember, speed
-    from perdure.errors import OutOfMemoryError
 
     rows: list[tuple[str, ...]] = [
         (
@@ -125,10 +124,6 @@ def _show_losses(name: str, as_json: bool) -> None:
 
 
 def _show_adapter(adapter: AdapterFile, *, as_json: bool, metadata: bool) -> None:
-    from rich.filesize import decimal
-
-    from perdure.cli.output.terminal import harmless
-
     size = adapter.header.size
     facts: dict[str, Any] = {
         "file": str(adapter.path),
@@ -173,11 +168,8 @@ def _json(value: Value) -> object:
 
 def _show(card: Card, metadata: Mapping[str, Value]) -> None:
     from rich.console import Console
-    from rich.filesize import decimal
     from rich.table import Table
     from rich.text import Text
-
-    from perdure.cli.output.terminal import harmless
 
     console = Console(highlight=False)
     figures = Table.grid(padding=(0, 2))
@@ -213,8 +205,6 @@ def _show(card: Card, metadata: Mapping[str, Value]) -> None:
 
 
 def _figures(card: Card) -> dict[str, str]:
-    from rich.filesize import decimal
-
     memory = card.memory.name + (f", window of {card.window:,} tokens" if card.window else "")
     heads = f"{card.heads} ({card.kv_heads} for K/V)" if card.heads else ""
     per_token = card.kv_bytes_per_token
@@ -250,8 +240,6 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="A model of the server
 
 def loaded(url: Url = None, key: Key = None, as_json: Json = False) -> None:
     """Show the models of the server, and which of them are loaded."""
-    from perdure.cli.output import terminal, words
-
     models = ask("/v1/models", url, key)["data"]
     if as_json:
         print_json(models)
@@ -281,8 +269,6 @@ def unload(name: Name, url: Url = None, key: Key = None, as_json: Json = False) 
 
 
 def _told(model: dict[str, Any], as_json: bool) -> None:
-    from perdure.cli.output import terminal, words
-
     if as_json:
         print_json(model)
     else:
@@ -384,8 +370,6 @@ def rm(
     yes: Yes = False,
 ) -> None:
     """Delete a model that was fetched."""
-    from rich.filesize import decimal
-
     from perdure.models.local_models import files_of, remove
 
     files = files_of(name)
@@ -399,11 +383,7 @@ def rm(
 @app.command()
 def du(as_json: Json = False) -> None:
     """Show how much disk perdure uses. Models, engines, sessions, and the cache of the hub's own library."""
-    from rich.filesize import decimal
-
     from perdure import models
-    from perdure.cli.output.terminal import write_columns
-    from perdure.config import settings
     from perdure.models.hub import hub_cache
 
     now = settings()
@@ -456,10 +436,6 @@ def _plain(entry: LocalModel) -> dict[str, object]:
 
 
 def _catalogue_table(rows: list[dict[str, Any]]) -> None:
-    from rich.filesize import decimal
-
-    from perdure.cli.output.terminal import write_columns
-
     shown = [("name", "fits", "here", "size", "memory", "context", "good for", "licence")]
     for row in rows:
         name = row["name"] + (f" ({', '.join(row['aliases'])})" if row["aliases"] else "")
@@ -471,10 +447,6 @@ def _catalogue_table(rows: list[dict[str, Any]]) -> None:
 
 
 def _table(entries: list[LocalModel]) -> None:
-    from rich.filesize import decimal
-
-    from perdure.cli.output.terminal import write_columns
-
     rows = [("name", "size", "here", "where")]
     for entry in entries:
         name = entry.name + (f" ({', '.join(entry.aliases)})" if entry.aliases else "")

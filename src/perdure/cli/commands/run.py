@@ -12,6 +12,9 @@ import typer
 
 from perdure.cli.options import shared
 from perdure.cli.options.groups import ConversationOptions, EngineOptions, SamplingOptions, unfolded
+from perdure.cli.output import terminal
+from perdure.cli.prompt import read_text
+from perdure.errors import InvalidInputError, SessionNotFoundError
 
 if TYPE_CHECKING:
     from perdure import Grammar
@@ -93,11 +96,9 @@ def run(
     Standard input, if something is piped in, follows the prompt: `cat notes.txt | perdure run "Summarise:"`.
     With a model and no prompt, in a terminal, it is `perdure chat`.
     """
-    from perdure import InvalidInputError
     from perdure.cli import prompt as prompts
     from perdure.cli.asking import Asking, Output, has_no_template
     from perdure.cli.commands.chat import converse
-    from perdure.cli.output import terminal
     from perdure.cli.runtime import opened, usual_store
 
     # Whatever is wrong with the request is told before a model is fetched or loaded.
@@ -167,7 +168,6 @@ def run(
 
 def _latest(store: Path | None) -> str:
     """The session that was used last."""
-    from perdure import SessionNotFoundError
     from perdure.cli.runtime import session_folder, sessions_in
     from perdure.sessions.store.registry import has_sessions
 
@@ -182,8 +182,7 @@ def _latest(store: Path | None) -> str:
 
 
 def _shape(schema: Path | None, regex: str | None, grammar: Path | None) -> Grammar | None:
-    from perdure import Grammar, InvalidInputError
-    from perdure.cli.prompt import read_text
+    from perdure import Grammar
 
     if sum(choice is not None for choice in (schema, regex, grammar)) > 1:
         raise InvalidInputError("give one of --schema, --regex and --grammar")

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+import perdure
 from perdure import system
+from perdure.cli.advice import leave_warnings_to_the_log
 from perdure.cli.commands.background import open_browser
 from perdure.cli.options import shared
 from perdure.cli.options.groups import EngineOptions, SamplingOptions, unfolded
 from perdure.cli.options.live import LiveOptions
 from perdure.cli.options.shared import model_names
-from perdure.config import QUEUE, SLOTS, STORE_BYTES
+from perdure.cli.output.terminal import agrees, note
+from perdure.config import N_CTX, QUEUE, SLOTS, STORE_BYTES
+from perdure.errors import InvalidInputError
 
 if TYPE_CHECKING:
     import socket
@@ -197,13 +204,9 @@ def serve(
     the config file again, and costs no request. The exit code is 2 if an option is wrong, and 0 when it was
     told to stop.
     """
-    import perdure
-    from perdure import InvalidInputError
     from perdure.cli.options.live import SettingsReload, is_given, live_settings, set_log_level
     from perdure.cli.output.progress import fetching
-    from perdure.cli.output.terminal import agrees, note
     from perdure.cli.runtime import usual_store
-    from perdure.config import N_CTX
     from perdure.engine import registry
     from perdure.engine.kv_loss import parse_kv_type
     from perdure.sessions.store.registry import cluster_key, encryption_of
@@ -211,9 +214,6 @@ def serve(
     if new_key is not None:
         _print_key(new_key)
         return
-    from contextlib import ExitStack
-    from dataclasses import replace
-
     from perdure.models.catalogue import names_of
     from perdure.pool import (
         ModelPool,
@@ -360,8 +360,6 @@ def keys_in(folder: Path | None) -> int:
 
 def _check_several(*, isolated: bool, name: str | None, adapters: bool) -> None:
     """Refuse what is for one model."""
-    from perdure import InvalidInputError
-
     if not isolated:
         raise InvalidInputError("--in-process is for one model: each of several has a process of its own")
     if name is not None:
@@ -383,9 +381,7 @@ def _listen(
     open_page: bool,
 ) -> None:
     import logging
-    import sys
 
-    from perdure.cli.advice import leave_warnings_to_the_log
     from perdure.server.core.middleware import JsonLines
     from perdure.server.http_server import HttpServer, address
 
@@ -442,8 +438,6 @@ def _state(keys: Keys) -> str:
 
 
 def _print_key(namespace: str) -> None:
-    from perdure import InvalidInputError
-    from perdure.cli.output.terminal import note
     from perdure.server.core.keys import new_key
 
     try:

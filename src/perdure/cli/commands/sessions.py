@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from perdure.atomic import open_private
 from perdure.cli.commands import memories
 from perdure.cli.commands.backup import migrate
 from perdure.cli.options.shared import (
@@ -24,8 +26,11 @@ from perdure.cli.options.shared import (
     Yes,
     session_names,
 )
+from perdure.cli.output import terminal, words
 from perdure.cli.output.facts import print_json, tell
+from perdure.cli.output.words import quoted
 from perdure.config import N_CTX
+from perdure.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from perdure import ImportResult, Message, Runtime, Session, Turn
@@ -62,8 +67,6 @@ def figures(session: Session) -> dict[str, Any]:
 
 def origin_line(origin: Any) -> str:
     """Where a session came from, in words: a fork, the program that made it, the agent that started it."""
-    from perdure.cli.output.words import quoted
-
     facts = []
     if how := origin.get("how"):
         facts.append(f"{how} of {quoted(str(origin.get('session')))} after turn {origin.get('turn')}")
@@ -104,7 +107,6 @@ def ls(
     as_json: Json = False,
 ) -> None:
     """List the sessions, the latest first. Those that an agent started stand below its own."""
-    from perdure.cli.output import terminal, words
     from perdure.cli.runtime import session_store_in
     from perdure.sessions.info import as_tree
 
@@ -139,7 +141,6 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show a session. What was said in it, its system prompt, settings and dates."""
-    from perdure.cli.output import terminal, words
     from perdure.cli.runtime import sessions_in
 
     with sessions_in(store, readonly=True) as sessions:
@@ -179,9 +180,6 @@ def show(
 
 def sizes(store: StoreFolder = None, as_json: Json = False) -> None:
     """Show how much each namespace of a server has. Numbers of sessions, turns and bytes, never texts."""
-    from dataclasses import asdict
-
-    from perdure.cli.output import words
     from perdure.cli.runtime import sessions_in
 
     with sessions_in(store, readonly=True) as sessions:
@@ -230,7 +228,6 @@ def fork(
 
     As it is, or as it was after an earlier turn. What the two have in common is stored once.
     """
-    from perdure.cli.output import words
     from perdure.cli.runtime import sessions_in
 
     with sessions_in(store, readonly=False) as sessions:
@@ -250,7 +247,6 @@ def rewind(
     as_json: Json = False,
 ) -> None:
     """Take back the last turns. They are deleted, unless a fork or a memory has them."""
-    from perdure.cli.output import words
     from perdure.cli.runtime import sessions_in
 
     with sessions_in(store, readonly=False) as sessions:
@@ -304,7 +300,6 @@ def rm(
     as_json: Json = False,
 ) -> None:
     """Delete sessions. Forks and memories of them stay."""
-    from perdure.cli.output import words
     from perdure.cli.runtime import sessions_in
 
     with sessions_in(store, readonly=False) as sessions:
@@ -329,8 +324,6 @@ def sleep(
     as_json: Json = False,
 ) -> None:
     """Write the state of a session to disk, so that it continues fast. What is missing is computed first."""
-    from perdure.cli.output import words
-
     with awake(store, model, name, namespace) as (runtime, session):
         computed = session.plan_wake().computed
         if computed > 1:
@@ -359,10 +352,6 @@ def wake(
 
     Its turns are checked first. It also says what came from where.
     """
-    import time
-
-    from perdure.cli.output import words
-
     with awake(store, model, name, namespace) as (_, session):
         plan = session.plan_wake()
         facts = {"tiers": dict(plan.tiers), "compute": plan.computed, "bytes": plan.nbytes}
@@ -383,7 +372,6 @@ def verify(store: StoreFolder = None, as_json: Json = False) -> None:
     The exit code is 0 when all is well, 1 if anything was wrong, and 3 if nothing was, but blocks of state
     could not be looked at since a server or a chat has the store open.
     """
-    from perdure.cli.output import terminal
     from perdure.cli.output.progress import working
     from perdure.cli.runtime import session_folder
     from perdure.sessions.store.registry import verify as verify_store
@@ -420,7 +408,6 @@ def awake(
 
 def lines(verification: Verification) -> Iterator[str]:
     """What was found in a store, for a terminal."""
-    from perdure.cli.output import words
     from perdure.sessions.store.registry import FOUND
 
     yield (
@@ -481,10 +468,8 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write a session to a file. Whole, to import it elsewhere, or as text."""
-    from perdure.cli.output import words
     from perdure.cli.output.progress import working
     from perdure.cli.runtime import sessions_in
-    from perdure.errors import InvalidInputError
 
     if file.exists() and not force:
         raise InvalidInputError(f"{file} exists already: choose another name, or --force")
@@ -536,7 +521,6 @@ def import_(
     as_json: Json = False,
 ) -> None:
     """Read a session from a file. All of it is checked first, and what is left out is said."""
-    from perdure.cli.output import words
     from perdure.cli.output.progress import working
     from perdure.cli.runtime import opened, session_folder, sessions_in
     from perdure.sessions.export import manifest_of
@@ -566,9 +550,6 @@ def import_(
 
 
 def _write(file: Path, text: str) -> None:
-    from perdure.atomic import open_private
-    from perdure.errors import InvalidInputError
-
     try:
         with open_private(file) as out:
             out.write(text.encode())

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from perdure.config import SETTINGS, settings
+from perdure.errors import InvalidInputError
 from perdure.options import Option
 
 # Names that a shell can complete: of sessions, and of models.
@@ -95,7 +96,6 @@ def typer_option(option: Option) -> Any:
 
 def _store_folder(text: str) -> Path:
     """A folder, or the one that stands on this machine for a database."""
-    from perdure.errors import InvalidInputError
     from perdure.sessions.store.registry import store_folder
 
     try:

@@ -7,10 +7,10 @@ from typing import Any
 
 import typer
 
+from perdure.cli.output import terminal
+
 
 def tell(as_json: bool, text: str, facts: dict[str, Any]) -> None:
-    from perdure.cli.output import terminal
-
     if as_json:
         print_json(facts)
     else:

@@ -3,7 +3,7 @@
     perdure.open("large.gguf", draft="small.gguf")
 
 It draws with the random numbers that the large model will draw with, so that both take the same token
-wherever they agree about the likely ones, at any temperature.
+wherever they agree about the likely ones, at any temperature. So do next-token layers of the model itself.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from perdure.errors import CannotRewindError, InvalidInputError
 
 GUESSES = 8
 """Tokens that it writes ahead, at most: each takes a step of its own."""
+NEXT_GUESSES = 5
+"""Tokens that next-token layers write ahead, at most: each takes a small step of its own."""
 _CATCH_UP = 256
 """Tokens of a prompt that it reads between two steps: others wait meanwhile."""
 
@@ -109,3 +111,34 @@ class ModelDrafter:
 
     def _guess(self, sequence: TokenSequence, seq: int, position: int) -> int:
         return self._context.read_row(lambda row: draw_guess(sequence, row, position), -1, seq)
+
+
+class NextTokenDrafter:
+    """Guesses by the model's own next-token layers, which read along: `perdure.open(…, draft="mtp")`.
+
+    What they hold is a part of each sequence's state, so that they go on where a session wakes, forks or goes
+    back. They draw with the random numbers that the model will draw with, as a draft model does.
+    """
+
+    name = "mtp"
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def draft(self, sequence: TokenSequence, count: int) -> Draft | None:
+        seq, end = sequence.seq, len(sequence.tokens)
+        if seq is None or sequence.cached != end - 1:
+            return None
+        tokens = self._context.guess(
+            sequence.tokens[-1],
+            lambda row, position: draw_guess(sequence, row, position),
+            seq,
+            count=min(count, NEXT_GUESSES),
+        )
+        return Draft(tokens, 0.7, self.name) if tokens else None
+
+    def forget(self, sequence: TokenSequence) -> None:
+        """Nothing is kept here."""
+
+    def close(self) -> None:
+        """The context is closed by its owner."""

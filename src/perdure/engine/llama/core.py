@@ -16,7 +16,7 @@ from perdure import system
 from perdure.engine.contract import Adapter, Batch, BatchPart, Capture, Floats, Outcome
 from perdure.engine.key_values import NO_NUMBERS, Rope
 from perdure.engine.llama.adapters import ControlVector, LlamaAdapter
-from perdure.engine.llama.inspection.kv_numbers import KvNumbers
+from perdure.engine.llama.kv_numbers import KvNumbers
 from perdure.engine.llama.native import declarations, layout, library
 from perdure.engine.llama.native.declarations import (
     MAX_THREADS,

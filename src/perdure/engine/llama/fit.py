@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
-from typing import Literal
+from typing import Literal, Never, TypedDict, Unpack
 
 from perdure import models, system
 from perdure.checks import check_whole
@@ -27,11 +27,48 @@ from perdure.models.header import parse_header
 from perdure.models.hub import chosen, read_offers
 from perdure.models.local_models import locate
 from perdure.models.registry import DEFAULT, HubSource, UrlSource, resolve
+from perdure.options import unknown_options
 
 
-def fit(
-    model: str | os.PathLike[str] | None = None,
+class FitKeywords(TypedDict, total=False):
+    """What you choose of how a model is opened. The rest is proposed, with `kv_offload` and `flash` and a
+    batch of 512 tokens."""
+
+    n_ctx: int | Literal["auto"]
+    slots: int | Literal["auto"]
+    k_type: str | None
+    v_type: str | None
+    gpu_layers: GpuLayers
+    cpu_experts: CpuExperts
+    devices: Sequence[str] | None
+    kv_offload: bool
+    n_batch: int
+    flash: bool
+
+
+def fit(model: str | os.PathLike[str] | None = None, **wishes: Unpack[FitKeywords]) -> Fit:
+    """How a model can be opened in the memory that is free now: context, requests at once, K/V type, layers
+    and experts on a GPU, what each takes, and why.
+
+    The model is a file, a name, an address or `owner/repo:Q4_K_M`. One that is not here is not fetched: the
+    first megabytes of its file are read. What you choose is kept, the rest is proposed. `Fit.options` are
+    keywords for `open`. It computes with what is free at the moment, so ask before the model is open.
+    """
+    return _fits(model, alone=True, **wishes)[0]
+
+
+def fit_all(repository: str, **wishes: Unpack[FitKeywords]) -> list[Fit]:
+    """`fit` for every quantisation of a repository, from the smallest to the largest; one for other models.
+
+    The sizes of the smallest are read from its header. Of the others the size of the file is enough.
+    """
+    return _fits(repository, alone=False, **wishes)
+
+
+def _fits(
+    model: str | os.PathLike[str] | None,
     *,
+    alone: bool,
     n_ctx: int | Literal["auto"] = "auto",
     slots: int | Literal["auto"] = "auto",
     k_type: str | None = None,
@@ -42,78 +79,10 @@ def fit(
     kv_offload: bool = True,
     n_batch: int = N_BATCH,
     flash: bool = True,
-) -> Fit:
-    """How a model can be opened in the memory that is free now: context, requests at once, K/V type, layers
-    and experts on a GPU, what each takes, and why.
-
-    The model is a file, a name, an address or `owner/repo:Q4_K_M`. One that is not here is not fetched: the
-    first megabytes of its file are read. What you choose is kept, the rest is proposed. `Fit.options` are
-    keywords for `open`. It computes with what is free at the moment, so ask before the model is open.
-    """
-    fits = _fits(
-        model,
-        alone=True,
-        n_ctx=n_ctx,
-        slots=slots,
-        k_type=k_type,
-        v_type=v_type,
-        gpu_layers=gpu_layers,
-        cpu_experts=cpu_experts,
-        devices=devices,
-        kv_offload=kv_offload,
-        n_batch=n_batch,
-        flash=flash,
-    )
-    return fits[0]
-
-
-def fit_all(
-    repository: str,
-    *,
-    n_ctx: int | Literal["auto"] = "auto",
-    slots: int | Literal["auto"] = "auto",
-    k_type: str | None = None,
-    v_type: str | None = None,
-    gpu_layers: GpuLayers = "auto",
-    cpu_experts: CpuExperts = "auto",
-    devices: Sequence[str] | None = None,
-    kv_offload: bool = True,
+    **unknown: Never,
 ) -> list[Fit]:
-    """`fit` for every quantisation of a repository, from the smallest to the largest; one for other models.
-
-    The sizes of the smallest are read from its header. Of the others the size of the file is enough.
-    """
-    return _fits(
-        repository,
-        alone=False,
-        n_ctx=n_ctx,
-        slots=slots,
-        k_type=k_type,
-        v_type=v_type,
-        gpu_layers=gpu_layers,
-        cpu_experts=cpu_experts,
-        devices=devices,
-        kv_offload=kv_offload,
-        n_batch=N_BATCH,
-        flash=True,
-    )
-
-
-def _fits(
-    model: str | os.PathLike[str] | None,
-    *,
-    alone: bool,
-    n_ctx: int | Literal["auto"],
-    slots: int | Literal["auto"],
-    k_type: str | None,
-    v_type: str | None,
-    gpu_layers: GpuLayers,
-    cpu_experts: CpuExperts,
-    devices: Sequence[str] | None,
-    kv_offload: bool,
-    n_batch: int,
-    flash: bool,
-) -> list[Fit]:
+    if (error := unknown_options(unknown, FitKeywords.__annotations__)) is not None:
+        raise error
     for name, number in (("n_ctx", n_ctx), ("slots", slots), ("n_batch", n_batch)):
         if number != "auto":
             check_whole(name, number, 1, 1 << 31)

@@ -35,9 +35,7 @@ from perdure.engine.llama.core import SCORE_POOLING, CoreKeywords, LlamaCore
 from perdure.engine.llama.first_steps import StepTime, translate
 from perdure.engine.llama.guessing.assistant import AssistantCore, check_assistant, refuse_drafter
 from perdure.engine.llama.guessing.next_token import NextTokenCore, check_next_token
-from perdure.engine.llama.inspection.kv_numbers import rope_of
-from perdure.engine.llama.inspection.live import TracedCore
-from perdure.engine.llama.inspection.tracer import check_size, traced
+from perdure.engine.llama.kv_numbers import rope_of
 from perdure.engine.llama.native import library
 from perdure.engine.llama.offload import (
     CPU_ONLY,
@@ -54,6 +52,7 @@ from perdure.engine.llama.offload import (
 )
 from perdure.engine.llama.preflight import check_header, rope_factors, rope_limit
 from perdure.engine.llama.tokenizer import Tokenizer
+from perdure.engine.llama.tracer import TracedCore, check_size, traced
 from perdure.engine.llama.weights import Weights
 from perdure.engine.model import FileModel
 from perdure.engine.trace import Trace, checked_layers, checked_parts

@@ -94,7 +94,7 @@ def _job(app_state: AppState, caller: Caller, name: str, number: int) -> Analysi
     try:
         history = session.standing(number)
     except InvalidInputError as error:
-        raise ApiError(404, str(error), kind="not_found_error", param="turn", code="turn_not_found") from None
+        raise ApiError(404, str(error), param="turn", code="turn_not_found") from None
     turn = history.last
     if turn.kind != "turn" or turn.reply is None:
         raise _nothing(f"turn {number} has no reply that a model wrote")
@@ -178,7 +178,6 @@ class AnalysisRun:
             raise ApiError(
                 429,
                 "another reply is being looked into, and the server does that one at a time: ask again later",
-                kind="rate_limit_error",
                 code="analysis_running",
                 retry_after=_RETRY,
             )

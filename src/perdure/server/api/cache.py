@@ -188,9 +188,7 @@ async def clear(
 
 
 def _record(record: KeptPrefix) -> RecordAnswer:
-    return RecordAnswer(
-        id=record.id, tokens=len(record.tokens), kept=record.kept, labels=sorted(record.labels)
-    )
+    return RecordAnswer.copy_of(record, tokens=len(record.tokens), labels=sorted(record.labels))
 
 
 def _runs(app_state: AppState, namespace: str, parent: str | None, limit: int, after: int) -> RunList:
@@ -198,22 +196,14 @@ def _runs(app_state: AppState, namespace: str, parent: str | None, limit: int, a
     runs = runtime.cache.runs(parent, namespace=namespace, limit=limit + 1, after=after)
     if runs is None:
         raise ApiError(
-            404,
-            "this prefix is no longer kept: look at the tree again",
-            kind="not_found_error",
-            param="parent",
-            code="not_found",
+            404, "this prefix is no longer kept: look at the tree again", param="parent", code="not_found"
         )
     data = [
-        RunAnswer(
-            id=run.id,
-            start=run.start,
+        RunAnswer.copy_of(
+            run,
             tokens=run.length,
             text=runtime.model.detokenize(run.tokens, special=True),
-            blocks=run.blocks,
-            nbytes=run.nbytes,
             labels=list(run.labels),
-            follows=run.follows,
         )
         for run in runs[:limit]
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Path, Query
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -16,7 +16,7 @@ from perdure.pool import PooledModel
 from perdure.server.core.api_error import ApiError, stopping
 from perdure.server.core.app_state import AppState, AppStateDep, CallerDep
 from perdure.server.core.keys import METRICS
-from perdure.server.core.metrics import RecentRequest, Report
+from perdure.server.core.metrics import RecentRequest
 from perdure.server.core.schemas import (
     PAGE,
     Limit,
@@ -86,17 +86,7 @@ class RequestAnswer(ResponseSchema):
 
     @classmethod
     def of(cls, request: RecentRequest) -> RequestAnswer:
-        return cls(
-            number=request.number,
-            ended=request.ended,
-            session=request.session,
-            finish_reason=request.finish_reason,
-            usage=UsageAnswer.of([request.usage]),
-            reuse=ReuseAnswer.model_validate(request.reuse),
-            timings=TimingsAnswer.model_validate(request.timings),
-            agent=request.agent,
-            miss=None if request.miss is None else MissAnswer.model_validate(request.miss),
-        )
+        return cls.copy_of(request, usage=UsageAnswer.of([request.usage]))
 
 
 class RequestList(ResponseSchema):
@@ -194,17 +184,14 @@ def _catalogue(app_state: AppState) -> CatalogueList:
     best, states = recommended(), app_state.by_model()
     return CatalogueList(
         data=[
-            CatalogueEntry(
-                name=model.name,
+            CatalogueEntry.copy_of(
+                model,
                 aliases=list(model.aliases),
                 fit=fit,
                 recommended=model is best,
                 served=any(model.name in each.short_names for each in states),
                 nbytes=model.size,
                 memory_bytes=model.memory,
-                context=model.context,
-                purpose=model.purpose,
-                licence=model.licence,
             )
             for model, fit in ranked()
         ]
@@ -216,15 +203,8 @@ async def usage(app_state: AppStateDep, caller: CallerDep) -> UsageList:
     """What your keys have used by day, the latest first; with a key of the operator, what every key has."""
     everyone = caller.namespace == METRICS
     days = [
-        UsageDay(
-            key=key.id,
-            namespace=key.namespace,
-            day=day,
-            requests=each.requests,
-            prompt_tokens=each.prompt_tokens,
-            cached_tokens=each.cached_tokens,
-            completion_tokens=each.completion_tokens,
-            tokens_per_day=key.tokens_per_day,
+        UsageDay.copy_of(
+            each, key=key.id, namespace=key.namespace, day=day, tokens_per_day=key.tokens_per_day
         )
         for key in app_state.keys
         if everyone or key.namespace == caller.namespace
@@ -266,7 +246,6 @@ async def cancel(request_id: RequestId, app_state: AppStateDep, caller: CallerDe
         raise ApiError(
             404,
             f"no request {request_id!r} of yours is running; the id is its header x-request-id",
-            kind="not_found_error",
             code="request_not_found",
         )
     return CancelAnswer(id=request_id, replies=replies)
@@ -278,15 +257,10 @@ async def report(app_state: AppStateDep, caller: CallerDep) -> ReportAnswer:
     week = await app_state.call(app_state.recent.daily.week, caller.namespace)
     hidden = app_state.keys.required
     days = [
-        ReportDay(**_sums(each), day=day, written_bytes=None if hidden else nbytes)
+        ReportDay.copy_of(each, day=day, written_bytes=None if hidden else nbytes)
         for day, each, nbytes in week
     ]
-    totals = app_state.recent.report(caller.namespace)
-    return ReportAnswer(**_sums(totals), since=totals.since, days=days)
-
-
-def _sums(report: Report) -> dict[str, Any]:
-    return {name: getattr(report, name) for name in ReportSums.model_fields}
+    return ReportAnswer.copy_of(app_state.recent.report(caller.namespace), days=days)
 
 
 def _machine(app_state: AppState, namespace: str) -> MachineAnswer:
@@ -409,9 +383,7 @@ async def ready(
     # One that is not loaded is, once somebody asks for it.
     waits = app_state.pool is not None and state in ("starting", "unloading", "unloaded")
     if state != "ready" and not waits:
-        raise ApiError(
-            503, f"the engine is {state}", kind="server_error", code="engine_unavailable", retry_after=2
-        )
+        raise ApiError(503, f"the engine is {state}", code="engine_unavailable", retry_after=2)
     return ReadyAnswer(
         model=app_state.name,
         slots=sum(runtime.slots for runtime in app_state.loaded_runtimes()),

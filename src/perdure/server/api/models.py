@@ -130,17 +130,7 @@ router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
 _KINDS: dict[type, Any] = {float: "number", int: "integer", list: "texts", dict: "biases"}
 _OPTIONS = OptionList(
     data=[
-        OptionAnswer(
-            name=each.name,
-            kind=_KINDS[each.kind],
-            low=each.low,
-            high=each.high,
-            items=each.items,
-            characters=each.characters,
-            default=each.default_text,
-            help=each.help,
-            common=each.common,
-        )
+        OptionAnswer.copy_of(each, kind=_KINDS[each.kind], default=each.default_text)
         for each in (*options_of(Sampling).values(), options_of(RequestOptions)["max_tokens"])
     ]
 )

@@ -76,9 +76,7 @@ async def index(request: Request) -> Response:
         return await running()
     page_files = _files()
     if "index.html" not in page_files:
-        raise ApiError(
-            404, "this build has no page; the API is at /v1", kind="not_found_error", code="no_page"
-        )
+        raise ApiError(404, "this build has no page; the API is at /v1", code="no_page")
     return _answer("index.html", page_files["index.html"], "no-cache")
 
 
@@ -103,9 +101,7 @@ async def analysis_frame() -> Response:
 async def asset(name: str) -> Response:
     content = _files().get(f"page/{name}")
     if content is None:
-        raise ApiError(
-            404, f"there is no file {name[:100]!r} of the page", kind="not_found_error", code="not_found"
-        )
+        raise ApiError(404, f"there is no file {name[:100]!r} of the page", code="not_found")
     # Another content has another name.
     return _answer(name, content, "public, max-age=31536000, immutable")
 

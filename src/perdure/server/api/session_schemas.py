@@ -12,7 +12,7 @@ from perdure.decode.request import TierUsage
 from perdure.server.core.schemas import Items, Label, Name, RequestSchema, ResponseSchema
 from perdure.server.protocols.chat import ChatMessage, ChatOptionsSchema
 from perdure.sessions.importing import ImportResult
-from perdure.sessions.info import SessionInfo, SessionMemory, Tree, TreeTurn, turn_id
+from perdure.sessions.info import SessionInfo, SessionMemory, Tree, turn_id
 from perdure.sessions.session import Session
 from perdure.sessions.turn import Turn, plain_settings
 
@@ -107,17 +107,12 @@ class SessionSummary(ResponseSchema):
 
     @classmethod
     def of(cls, row: SessionInfo) -> SessionSummary:
-        return cls(
-            name=row.name,
-            kind=row.kind,
+        return cls.copy_of(
+            row,
             turns=row.depth,
-            created=row.created,
-            updated=row.updated,
             origin=OriginAnswer.of(row.origin),
             agent=str(row.origin.get("agent", "")),
             parent=str(row.origin.get("parent", "")),
-            model=row.model,
-            tokens=row.tokens,
         )
 
 
@@ -158,17 +153,13 @@ class TurnAnswer(ResponseSchema):
 
     @classmethod
     def of(cls, number: int, turn: Turn) -> TurnAnswer:
-        return cls(
+        return cls.copy_of(
+            turn,
             turn=number,
-            kind=turn.kind,
             messages=[SaidMessage.of(message) for message in turn.messages],
             reply=SaidMessage.of(turn.reply) if turn.reply is not None else None,
-            finish_reason=turn.finish_reason,
             usage=turn.counts,
             why=str(turn.usage.get("why", "")),
-            dropped=turn.dropped,
-            seed=turn.seed,
-            created=turn.created,
             settings=plain_settings(turn.settings),
         )
 
@@ -187,15 +178,8 @@ class SessionAnswer(ResponseSchema):
 
     @classmethod
     def of(cls, session: Session) -> SessionAnswer:
-        return cls(
-            name=session.name,
-            kind=session.kind,
-            system=session.system,
-            turns=session.turns,
-            tokens=session.token_count,
-            settings=dict(session.settings),
-            origin=OriginAnswer.of(session.origin),
-        )
+        origin, settings = OriginAnswer.of(session.origin), dict(session.settings)
+        return cls.copy_of(session, tokens=session.token_count, settings=settings, origin=origin)
 
 
 class ImportAnswer(SessionAnswer):
@@ -275,19 +259,6 @@ class TreeTurnAnswer(ResponseSchema):
     finish_reason: str
     created: float
 
-    @classmethod
-    def of(cls, turn: TreeTurn) -> TreeTurnAnswer:
-        return cls(
-            id=turn.id,
-            parent=turn.parent,
-            turn=turn.depth,
-            kind=turn.kind,
-            said=turn.said,
-            reply=turn.reply,
-            finish_reason=turn.finish_reason,
-            created=turn.created,
-        )
-
 
 class BranchAnswer(ResponseSchema):
     """A session of a tree, and the turn at which it stands."""
@@ -321,22 +292,13 @@ class TreeAnswer(ResponseSchema):
     @classmethod
     def of(cls, tree: Tree, limit: int) -> TreeAnswer:
         return cls(
-            data=[TreeTurnAnswer.of(turn) for turn in tree.turns[:limit]],
+            data=[TreeTurnAnswer.copy_of(turn, turn=turn.depth) for turn in tree.turns[:limit]],
             has_more=len(tree.turns) > limit,
             sessions=[
-                BranchAnswer(name=each.name, at=turn_id(each.digest), turns=each.depth, updated=each.updated)
+                BranchAnswer.copy_of(each, at=turn_id(each.digest), turns=each.depth)
                 for each in tree.sessions
             ],
-            memories=[
-                PlaceAnswer(
-                    address=each.address,
-                    label=each.label,
-                    kind=each.kind,
-                    note=each.note,
-                    at=turn_id(each.digest),
-                )
-                for each in tree.memories
-            ],
+            memories=[PlaceAnswer.copy_of(each, at=turn_id(each.digest)) for each in tree.memories],
         )
 
 
@@ -352,16 +314,7 @@ class MemoryAnswer(ResponseSchema):
 
     @classmethod
     def of(cls, memory: SessionMemory) -> MemoryAnswer:
-        return cls(
-            address=memory.address,
-            session=memory.session,
-            turn=memory.turn,
-            label=memory.label,
-            kind=memory.kind,
-            note=memory.note,
-            digest=memory.digest.hex(),
-            created=memory.created,
-        )
+        return cls.copy_of(memory, digest=memory.digest.hex())
 
 
 class MemoryList(ResponseSchema):

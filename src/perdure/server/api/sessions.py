@@ -38,7 +38,7 @@ from perdure.server.api.session_schemas import (
     TurnList,
     WakeMemoryRequest,
 )
-from perdure.server.core.api_error import ApiError, ClientLeft
+from perdure.server.core.api_error import ApiError, ClientLeft, invalid
 from perdure.server.core.app_state import AppState, AppStateDep, Caller, CallerDep, ServedDep
 from perdure.server.core.body_route import BodyRoute
 from perdure.server.core.middleware import FILE_TYPE, check_length, too_large
@@ -390,10 +390,10 @@ def _read(body: SayRequest, app_state: AppState, caller: Caller) -> tuple[Sequen
 
 def _messages(body: Saying, app_state: AppState) -> Sequence[Message]:
     if (body.message is None) == (body.messages is None):
-        raise ApiError(400, "message: give either message or messages", param="message", code="invalid_value")
+        raise invalid("message", "give either message or messages")
     if body.message is not None:
         if not body.message.strip():
-            raise ApiError(400, "message: it needs some text", param="message", code="invalid_value")
+            raise invalid("message", "it needs some text")
         return [Message.parse({"role": "user", "content": body.message})]
     assert body.messages is not None
     return parsed(body.messages, app_state)

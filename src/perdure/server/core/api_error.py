@@ -42,6 +42,14 @@ PROTOCOL = "protocol"
 """In the state of a request: the protocol that is spoken at its path."""
 
 
+_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+
 class ApiError(Exception):
     """An answer other than the one that was asked for, with all that HTTP says about it."""
 
@@ -50,7 +58,7 @@ class ApiError(Exception):
         status: int,
         message: str,
         *,
-        kind: str = "invalid_request_error",
+        kind: str | None = None,
         code: str | None = None,
         param: str | None = None,
         retry_after: int | None = None,
@@ -59,7 +67,7 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.kind = kind
+        self.kind = kind or _KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
         self.code = code
         self.param = param
         self.retry_after = retry_after
@@ -121,6 +129,16 @@ class ClientLeft(Exception):
     """Nobody is there to be answered. It is logged as 499."""
 
 
+def invalid(where: str, problem: str, *, code: str = "invalid_value") -> ApiError:
+    """Of a field of a request, by its path."""
+    return ApiError(400, f"{where}: {problem}", param=where, code=code)
+
+
+def unreadable(where: str, what: str) -> ApiError:
+    """Of a part of a message that is no text."""
+    return invalid(where, f"{what} cannot be read here; send text", code="unsupported_content")
+
+
 def deadline(seconds: float) -> ApiError:
     return ApiError(
         504,
@@ -135,28 +153,21 @@ def too_many_connections(limit: int) -> ApiError:
     return ApiError(
         503,
         f"{limit} connections are open, which is the limit; ask again later",
-        kind="server_error",
         code=_CROWDED,
         retry_after=2,
     )
 
 
 def stopping() -> ApiError:
-    return ApiError(
-        503,
-        "the server is stopping; ask again once it is back",
-        kind="server_error",
-        code="stopping",
-        retry_after=5,
-    )
+    return ApiError(503, "the server is stopping; ask again once it is back", code="stopping", retry_after=5)
 
 
 def unauthorised(message: str) -> ApiError:
-    return ApiError(401, message, kind="authentication_error", code="invalid_api_key")
+    return ApiError(401, message, code="invalid_api_key")
 
 
 def rate_limited(why: str, retry_after: int) -> ApiError:
-    return ApiError(429, why, kind="rate_limit_error", code="rate_limit_exceeded", retry_after=retry_after)
+    return ApiError(429, why, code="rate_limit_exceeded", retry_after=retry_after)
 
 
 _SERVER_WORDS = {
@@ -193,7 +204,7 @@ def to_api_error(error: BaseException) -> ApiError:
     if isinstance(error, UnicodeError):
         return ApiError(400, "a text in the request is not valid Unicode", code="invalid_unicode")
     log.error("a request failed", exc_info=error)
-    return ApiError(500, "the server failed; its log says more", kind="server_error", code="internal_error")
+    return ApiError(500, "the server failed; its log says more", code="internal_error")
 
 
 def validation(problems: Sequence[Any]) -> ApiError:
@@ -225,10 +236,9 @@ def install(app: FastAPI) -> None:
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
         codes = {404: "unknown_url", 405: "method_not_allowed"}
         response = ApiError(
-            error.status_code, str(error.detail), kind=kind, code=codes.get(error.status_code)
+            error.status_code, str(error.detail), code=codes.get(error.status_code)
         ).response()
         response.headers.update(error.headers or {})
         return response

@@ -32,7 +32,7 @@ from perdure.models.puller import Puller
 from perdure.pool import ModelPool, PooledModel
 from perdure.pool.backend import PooledBackend
 from perdure.runtime import Runtime
-from perdure.server.core.api_error import ApiError
+from perdure.server.core.api_error import ApiError, invalid
 from perdure.server.core.keys import KeyAccount, Keys
 from perdure.server.core.metrics import REPORT, DailyReports, Metrics, RecentRequests, written_bytes
 from perdure.server.core.reasoning_cipher import ReasoningCipher
@@ -84,7 +84,6 @@ class InFlight:
             raise ApiError(
                 429,
                 f"{limit} requests are in flight, which is the limit; ask again later",
-                kind="rate_limit_error",
                 code="too_many_requests",
                 retry_after=1,
             )
@@ -371,11 +370,8 @@ class AppState:
 
     def check_message_count(self, count: int) -> None:
         if count > self.limits.messages:
-            raise ApiError(
-                400,
-                f"messages: {count} messages, {self.limits.messages} are allowed",
-                param="messages",
-                code="too_many_messages",
+            raise invalid(
+                "messages", f"{count} messages, {self.limits.messages} are allowed", code="too_many_messages"
             )
 
     def check_model(self, model_name: str, namespace: str = "") -> PooledModel | None:
@@ -397,7 +393,6 @@ class AppState:
                 404,
                 f"model {model_name[:100]!r} not found: this server has {has}. Ask for that name, or have "
                 f"it answer to yours: `perdure serve --alias {model_name[:100] + target!r}`",
-                kind="not_found_error",
                 code="model_not_found",
                 param="model",
             )

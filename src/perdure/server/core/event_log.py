@@ -28,7 +28,7 @@ from typing import Any
 
 from perdure.chat.message import Message
 from perdure.errors import PerdureError, SessionNotFoundError
-from perdure.server.core.api_error import ApiError
+from perdure.server.core.api_error import ApiError, invalid
 from perdure.server.core.app_state import AppState, Caller
 from perdure.server.core.follow import EventResponse, Follower, Sink, Stream
 from perdure.server.core.protocol import SSE, Event, Events, Writer
@@ -360,7 +360,6 @@ def missing(name: str) -> ApiError:
         404,
         f"there is no stream {name[:100]!r} to go on with: it was not asked for with perdure.resumable, or "
         f"ended more than {SECONDS:g} seconds ago",
-        kind="not_found_error",
         code="stream_not_found",
     )
 
@@ -374,12 +373,7 @@ def gone() -> ApiError:
 
 
 def _not_yet(after: int, count: int) -> ApiError:
-    return ApiError(
-        400,
-        f"starting_after: {after} was not sent yet, the stream has {count} events",
-        param="starting_after",
-        code="invalid_value",
-    )
+    return invalid("starting_after", f"{after} was not sent yet, the stream has {count} events")
 
 
 def _ended_early() -> ApiError:

@@ -234,7 +234,7 @@ def _refused(hosts: AllowedHosts, scope: Scope) -> ApiError | None:
 
 
 def _forbidden(message: str, *, code: str) -> ApiError:
-    return ApiError(403, message, kind="permission_error", code=code)
+    return ApiError(403, message, code=code)
 
 
 class Cors:
@@ -327,7 +327,6 @@ class Auth:
                 403,
                 f"metrics, events and pulls are for keys of the namespace {METRICS}, and those open only "
                 f"{', '.join(sorted(OPERATOR))}",
-                kind="permission_error",
                 code="forbidden",
             )
         return None
@@ -393,7 +392,6 @@ class BodyLimits:
             raise ApiError(
                 429,
                 f"{self._limits.uploads} files are coming in, which is the limit; ask again later",
-                kind="rate_limit_error",
                 code="too_many_requests",
                 retry_after=5,
             )

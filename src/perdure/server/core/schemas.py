@@ -6,7 +6,7 @@ import difflib
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from fastapi import Query
 from pydantic import (
@@ -27,7 +27,7 @@ from perdure.engine.adapters import is_name, split_layers
 from perdure.errors import InvalidInputError
 from perdure.options import Option, options_of
 from perdure.request_options import SEED_LIMIT, RequestOptions, Sampling
-from perdure.server.core.api_error import ApiError
+from perdure.server.core.api_error import ApiError, invalid
 from perdure.sessions.info import NAME_LENGTH, name_problem
 
 OPENAI_CHAT = frozenset({"parallel_tool_calls", "continue_final_message", "add_generation_prompt"})
@@ -82,10 +82,20 @@ class RequestSchema(BaseModel):
         return fields
 
 
+_MISSING = object()
+
+
 class ResponseSchema(BaseModel):
     """Something that the server sends. `model_validate` makes one of any object that has its fields."""
 
     model_config = ConfigDict(frozen=True, from_attributes=True)
+
+    @classmethod
+    def copy_of(cls, source: object, **others: object) -> Self:
+        """One with the attributes of `source` that are called like its fields, and `others`."""
+        assert others.keys() <= cls.model_fields.keys()
+        found = {name: getattr(source, name, _MISSING) for name in cls.model_fields.keys() - others.keys()}
+        return cls(**{name: value for name, value in found.items() if value is not _MISSING}, **others)
 
 
 class ErrorDetail(ResponseSchema):
@@ -308,7 +318,6 @@ def check_names(adapters: Mapping[str, float]) -> None:
             raise ApiError(
                 404,
                 f"there is no adapter {adapter[:100]!r}: a client names one that the server was started with",
-                kind="not_found_error",
                 code="model_not_found",
                 param="adapters",
             )
@@ -338,14 +347,14 @@ def refuse_fields(
         near = difflib.get_close_matches(name, known, n=1)
         advice = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
         path = f"perdure.{name}"
-        raise ApiError(400, f"{path}: no such field; {advice}", param=path, code="unknown_parameter")
+        raise invalid(path, f"no such field; {advice}", code="unknown_parameter")
     for name, value in (body.model_extra or {}).items():
         if name in refused and value not in (None, [], {}, False):
-            raise ApiError(400, f"{name}: {refused[name]}", param=name, code="unsupported_parameter")
+            raise invalid(name, refused[name], code="unsupported_parameter")
     ignored = list(islice(_unknown(body), _NAMED))
     if strict and ignored:
         path = ignored[0][:200]
-        raise ApiError(400, f"{path}: no such field", param=path, code="unknown_parameter")
+        raise invalid(path, "no such field", code="unknown_parameter")
     if notes is not None and ignored:
         notes["ignored"] = [path[:_PATH] for path in ignored]
 

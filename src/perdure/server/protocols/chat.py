@@ -13,7 +13,7 @@ from perdure.chat.message import Message, parse_messages
 from perdure.chat.options import RESERVED
 from perdure.chat.reply import CallDelta, ChatDelta, ChatReply
 from perdure.decode.request import KeptPrefix, TokenLogprob
-from perdure.server.core.api_error import ApiError
+from perdure.server.core.api_error import ApiError, invalid, unreadable
 from perdure.server.core.app_state import AppState
 from perdure.server.core.protocol import DONE, Events, EventTemplate, event
 from perdure.server.core.schemas import (
@@ -36,7 +36,7 @@ from perdure.server.protocols.openai import (
     finite,
     tier_options,
 )
-from perdure.server.protocols.reply_request import ReplyRequest, SessionExtension
+from perdure.server.protocols.reply_request import ReplyRequest, SessionExtension, extend
 
 # Chat requests in OpenAI's shape, and what they mean in the runtime's words.
 
@@ -200,21 +200,20 @@ def check_chat_options(
             code="invalid_value",
         )
     if body.top_logprobs is not None and not body.logprobs:
-        raise ApiError(400, "top_logprobs: set logprobs too", param="top_logprobs", code="invalid_value")
+        raise invalid("top_logprobs", "set logprobs too")
     if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options: only with stream", param="stream_options", code="invalid_value")
+        raise invalid("stream_options", "only with stream")
     for name, variables in (
         ("perdure.variables", body.perdure.variables if body.perdure else None),
         ("chat_template_kwargs", body.chat_template_kwargs),
     ):
         if taken := sorted(RESERVED & (variables or {}).keys()):
-            raise ApiError(400, f"{name}: {taken[0]} is set by the server", param=name, code="invalid_value")
+            raise invalid(name, f"{taken[0]} is set by the server")
 
 
 def chat_options(body: ChatOptionsSchema, app_state: AppState) -> dict[str, Any]:
     """What is asked of a reply, in the runtime's words."""
     options = body.sampling | tier_options(body.service_tier)
-    extension = body.perdure
     if (limit := body.max_completion_tokens or body.max_tokens) is not None:
         options["max_tokens"] = limit
     if body.logprobs:
@@ -230,21 +229,15 @@ def chat_options(body: ChatOptionsSchema, app_state: AppState) -> dict[str, Any]
         options["schema"] = body.response_format.json_schema.schema_
     elif body.response_format is not None and body.response_format.type == "json_object":
         options["schema"] = {"type": "object"}
-    variables: dict[str, Any] = {}
-    for name in ("reasoning_effort", "verbosity"):
-        if (value := getattr(body, name)) is not None:
-            variables[name] = value
-    if extension is not None:
-        extended = extension.options
-        variables |= extended.pop("variables", {})
-        options |= extended
-    variables |= body.chat_template_kwargs or {}
+    given = {"reasoning_effort": body.reasoning_effort, "verbosity": body.verbosity}
+    if variables := {name: value for name, value in given.items() if value is not None}:
+        options["variables"] = variables
+    extend(options, body.perdure, app_state)
+    if body.chat_template_kwargs:
+        options["variables"] = {**options.get("variables", {}), **body.chat_template_kwargs}
     for name in ("continue_final_message", "add_generation_prompt"):
         if (value := getattr(body, name)) is not None:
             options[name] = value
-    if variables:
-        options["variables"] = variables
-    options["timeout"] = app_state.seconds(extension.timeout if extension else None)
     return app_state.defaults.fill(options)
 
 
@@ -255,12 +248,7 @@ def parsed(messages: Sequence[ChatMessage], app_state: AppState) -> tuple[Messag
         for place, part in enumerate(message.content if isinstance(message.content, list) else ()):
             if isinstance(part, OtherPart):
                 where = f"messages.{at}.content.{place}"
-                raise ApiError(
-                    400,
-                    f"{where}: {_UNREADABLE[part.type]} cannot be read here; send text",
-                    param=where,
-                    code="unsupported_content",
-                )
+                raise unreadable(where, _UNREADABLE[part.type])
     return parse_messages(message.plain for message in messages)
 
 
@@ -286,9 +274,7 @@ def reply_request(
     check_chat_options(body, app_state, notes)
     app_state.check_model(body.model)
     if body.modalities and set(body.modalities) != {"text"}:
-        raise ApiError(
-            400, "modalities: only text can be written", param="modalities", code="unsupported_parameter"
-        )
+        raise invalid("modalities", "only text can be written", code="unsupported_parameter")
     messages = parsed(body.messages, app_state)
     options = {**app_state.model_options(body.model), **chat_options(body, app_state)}
     if body.n is not None:

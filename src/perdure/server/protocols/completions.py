@@ -12,7 +12,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from perdure.decode.request import Delta, Reply, TokenLogprob
-from perdure.server.core.api_error import ApiError
+from perdure.server.core.api_error import ApiError, invalid
 from perdure.server.core.app_state import AppState, AppStateDep, CallerDep
 from perdure.server.core.body_route import BodyRoute
 from perdure.server.core.follow import EventResponse, Follower
@@ -141,36 +141,25 @@ def _prompts(body: CompletionRequest) -> list[str | list[int]]:
     if prompt and all(isinstance(part, int) for part in prompt):
         return [prompt]  # type: ignore[list-item]
     if len(prompt) > _PROMPTS:
-        raise ApiError(
-            400,
-            f"prompt: {len(prompt)} prompts, {_PROMPTS} are allowed",
-            param="prompt",
-            code="invalid_value",
-        )
+        raise invalid("prompt", f"{len(prompt)} prompts, {_PROMPTS} are allowed")
     if not prompt:
-        raise ApiError(400, "prompt: give at least one", param="prompt", code="invalid_value")
+        raise invalid("prompt", "give at least one")
     return list(prompt)  # type: ignore[arg-type]
 
 
 def _check(body: CompletionRequest, prompts: int) -> None:
     if body.suffix and (body.echo or not isinstance(body.prompt, str)):
-        raise ApiError(
-            400,
-            "suffix: what is filled in goes between two texts; give one prompt as text, without echo",
-            param="suffix",
+        raise invalid(
+            "suffix",
+            "what is filled in goes between two texts; give one prompt as text, without echo",
             code="unsupported_parameter",
         )
     if body.best_of not in (None, body.n or 1):
-        raise ApiError(
-            400,
-            "best_of: samples are not ranked; leave it out",
-            param="best_of",
-            code="unsupported_parameter",
-        )
+        raise invalid("best_of", "samples are not ranked; leave it out", code="unsupported_parameter")
     if body.stream and prompts > 1:
-        raise ApiError(400, "stream: one prompt at a time", param="stream", code="unsupported_parameter")
+        raise invalid("stream", "one prompt at a time", code="unsupported_parameter")
     if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options: only with stream", param="stream_options", code="invalid_value")
+        raise invalid("stream_options", "only with stream")
 
 
 def _options(body: CompletionRequest) -> dict[str, Any]:

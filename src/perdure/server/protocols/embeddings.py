@@ -15,13 +15,11 @@ from starlette.responses import Response
 from perdure.decode.embedding import EmbeddingFuture, Embeddings, RankedText, cut, ranked
 from perdure.engine.contract import Floats
 from perdure.errors import InvalidInputError
-from perdure.server.core.api_error import ApiError, deadline, stopping
+from perdure.server.core.api_error import deadline, invalid, stopping
 from perdure.server.core.app_state import AppState, AppStateDep, Caller, CallerDep
 from perdure.server.core.body_route import BodyRoute
 from perdure.server.core.follow import while_connected
 from perdure.server.core.schemas import Items, RequestSchema, ResponseSchema, Token, errors, refuse_fields
-
-_BAD = "invalid_value"
 
 
 async def embed(
@@ -41,9 +39,9 @@ async def embed(
     to be compared with it, as `Runtime.submit_rank` does. `model` is as it was asked for: it may name an
     adapter."""
     if not texts or not all(texts):
-        raise _invalid(param, "give at least one text, and none that is empty")
+        raise invalid(param, "give at least one text, and none that is empty")
     if len(texts) > limit:
-        raise _invalid(param, f"{len(texts)} texts, {limit} are allowed")
+        raise invalid(param, f"{len(texts)} texts, {limit} are allowed")
     runtime, adapters = app_state.runtime, app_state.model_options(model).get("adapters")
 
     def submit() -> EmbeddingFuture:
@@ -55,7 +53,7 @@ async def embed(
     try:
         work = await app_state.call(submit)
     except InvalidInputError as error:
-        raise _invalid(param, str(error)) from None
+        raise invalid(param, str(error)) from None
     app_state.running.add(work)
     if app_state.stopping:
         work.cancel()
@@ -70,7 +68,7 @@ async def embed(
             raise stopping() from None
         raise
     except InvalidInputError as error:
-        raise _invalid(param, str(error)) from None
+        raise invalid(param, str(error)) from None
     finally:
         work.cancel()
         caller.charge(work.tokens_read)
@@ -83,13 +81,9 @@ async def check_width(width: int | None, app_state: AppState) -> None:
         return
     own = await app_state.call(lambda: app_state.runtime.embedding_width)
     if width > own:
-        raise _invalid(
+        raise invalid(
             "dimensions", f"the vectors of this model have {own}, {width} were asked for; leave it out"
         )
-
-
-def _invalid(param: str, problem: str) -> ApiError:
-    return ApiError(400, f"{param}: {problem}", param=param, code=_BAD)
 
 
 # `/v1/embeddings`.
@@ -213,7 +207,7 @@ async def rerank(
     documents = body.documents if body.documents is not None else body.texts
     texts = [each if isinstance(each, str) else each.text for each in documents or ()]
     if not texts:
-        raise ApiError(400, "documents: give at least one", param="documents", code="invalid_value")
+        raise invalid("documents", "give at least one")
     embedded = await embed(
         texts,
         request,

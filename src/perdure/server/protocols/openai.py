@@ -11,7 +11,7 @@ from pydantic import Field
 
 from perdure.decode.request import KeptPrefix
 from perdure.errors import ContextOverflow, InvalidInputError
-from perdure.server.core.api_error import ApiError
+from perdure.server.core.api_error import invalid
 from perdure.server.core.app_state import AppState
 from perdure.server.core.schemas import RequestSchema
 
@@ -92,7 +92,7 @@ def fill_in(
     except ContextOverflow:
         raise
     except InvalidInputError as error:
-        raise ApiError(400, f"{param}: {error}", param=param, code="unsupported_parameter") from None
+        raise invalid(param, str(error), code="unsupported_parameter") from None
 
 
 def tier_options(service_tier: str | None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from perdure.chat.side_requests import side_request
 from perdure.decode.request import KeptPrefix
 from perdure.errors import PerdureError, SessionError, SessionExistsError, StoreError
 from perdure.runtime import Runtime
-from perdure.server.core.api_error import ApiError
+from perdure.server.core.api_error import invalid
 from perdure.server.core.app_state import AppState, Caller
 from perdure.server.core.schemas import Name, ReplyExtension, RequestSchema
 from perdure.server.protocols.conversation_names import NAMING_FIELDS, NAMING_HEADERS, conversation_of
@@ -51,19 +51,9 @@ class SessionExtension(ReplyExtension):
     def place(self) -> SessionPlace | None:
         """Where in which session the request goes on, if it says so."""
         if self.fork_turn is not None and self.fork_from is None:
-            raise ApiError(
-                400,
-                "perdure.fork_turn: give perdure.fork_from too",
-                param="perdure.fork_turn",
-                code="invalid_value",
-            )
+            raise invalid("perdure.fork_turn", "give perdure.fork_from too")
         if self.keep_partial and self.session is None and self.fork_from is None:
-            raise ApiError(
-                400,
-                "perdure.keep_partial: only in a session, give perdure.session too",
-                param="perdure.keep_partial",
-                code="invalid_value",
-            )
+            raise invalid("perdure.keep_partial", "only in a session, give perdure.session too")
         if self.session is None and self.fork_from is None:
             return None
         return SessionPlace(name=self.session, fork_from=self.fork_from, turn=self.fork_turn)
@@ -71,6 +61,16 @@ class SessionExtension(ReplyExtension):
     @property
     def options(self) -> dict[str, Any]:
         return {**super().options, **({"keep_partial": True} if self.keep_partial else {})}
+
+
+def extend(options: dict[str, Any], extension: SessionExtension | None, app_state: AppState) -> None:
+    """Add what stands under `perdure` to the options of a reply."""
+    options["timeout"] = app_state.seconds(extension.timeout if extension is not None else None)
+    if extension is not None:
+        extended = extension.options
+        if variables := {**options.get("variables", {}), **extended.pop("variables", {})}:
+            options["variables"] = variables
+        options |= extended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
-from perdure.server.core.api_error import ApiError
+from perdure.server.core.api_error import invalid
 from perdure.server.core.app_state import AppStateDep, CallerDep, ServedDep
 from perdure.server.core.body_route import BodyRoute
 from perdure.server.core.schemas import RequestSchema, errors, refuse_fields
@@ -58,10 +58,5 @@ async def close_session(body: CloseSessionRequest, app_state: ServedDep, caller:
 
 def _checked(name: str) -> str:
     if not is_id(name):
-        raise ApiError(
-            400,
-            f"session_id: {name[:100]!r} is no name: up to 100 letters, digits and . _ : -",
-            param="session_id",
-            code="invalid_value",
-        )
+        raise invalid("session_id", f"{name[:100]!r} is no name: up to 100 letters, digits and . _ : -")
     return name

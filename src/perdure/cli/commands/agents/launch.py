@@ -21,8 +21,12 @@ from typing import Annotated, Any
 
 import typer
 
+from perdure import system
 from perdure.cli.commands.agents.why import Key, Url, ask
 from perdure.cli.commands.background import current, private
+from perdure.cli.output import terminal
+from perdure.config import settings
+from perdure.errors import InvalidInputError, PerdureError
 
 _NO_KEY = "none"
 """What clients that insist on a key get where the server needs none."""
@@ -233,10 +237,6 @@ def launch(
 
     A server is started in the background if none runs. No file of yours is changed.
     """
-    from perdure.cli.output import terminal
-    from perdure.config import settings
-    from perdure.errors import InvalidInputError, PerdureError
-
     if client not in CLIENTS:
         raise InvalidInputError(f"{client!r} is not known here; one of {', '.join(CLIENTS)} is")
     folder = settings().home / "launch" / client
@@ -271,9 +271,6 @@ def launch(
 
 
 def _target(url: str | None, key: str | None, model: str | None, folder: Path, *, may_start: bool) -> Target:
-    from perdure import system
-    from perdure.errors import PerdureError
-
     if url is None and current() is None:
         if not may_start:
             raise PerdureError(

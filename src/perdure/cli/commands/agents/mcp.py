@@ -13,7 +13,10 @@ from urllib.parse import quote, urlencode
 
 import typer
 
+import perdure
 from perdure.cli.commands.agents.why import Key, Url, ask
+from perdure.cli.output.terminal import note
+from perdure.errors import PerdureError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,8 +40,6 @@ def mcp(url: Url = None, key: Key = None) -> None:
     memories of a running server, and say why prompts were computed again. The exit code is 1 where the
     package mcp is missing.
     """
-    from perdure.cli.output.terminal import note
-
     try:
         server = tools(url, key)
     except ModuleNotFoundError as error:
@@ -51,9 +52,6 @@ def tools(url: str | None, key: str | None) -> MCPServer:
     """An MCP server whose tools ask a server of ours."""
     from mcp.server import MCPServer
     from mcp.server.mcpserver.exceptions import ToolError
-
-    import perdure
-    from perdure.errors import PerdureError
 
     server = MCPServer("perdure", instructions=_ABOUT, version=perdure.__version__, log_level="ERROR")
 

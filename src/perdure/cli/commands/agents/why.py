@@ -10,7 +10,9 @@ from urllib.request import Request, urlopen
 import typer
 
 from perdure.cli.options.shared import Json
+from perdure.cli.output import terminal
 from perdure.cli.output.facts import print_json
+from perdure.errors import PerdureError
 
 _SECONDS = 10.0
 """That a server may take to answer."""
@@ -38,8 +40,6 @@ def why(
 
     The exit code is 1 where there is no such request.
     """
-    from perdure.errors import PerdureError
-
     before = "" if request is None else f"&before={request + 1}"
     requests = ask(f"/v1/requests?limit=1{before}", url, key)["data"]
     if not requests or (request is not None and requests[0]["number"] != request):
@@ -52,8 +52,6 @@ def why(
 
 def report(url: Url = None, key: Key = None, as_json: Json = False) -> None:
     """Show what the cache saved in a week. And what was computed again, by cause and client."""
-    from perdure.cli.output import terminal
-
     report = ask("/v1/report", url, key)
     if as_json:
         print_json(report)
@@ -91,8 +89,6 @@ def _day(name: str, sums: dict[str, Any]) -> list[str]:
 
 
 def _show(request: dict[str, Any]) -> None:
-    from perdure.cli.output import terminal
-
     reuse, miss = request["reuse"], request["miss"]
     tiers = ", ".join(f"{count:,} from {tier}" for tier, count in reuse["tiers"].items()) or "none"
     title = f"request {request['number']}" + (f" of {request['agent']}" if request["agent"] else "")
@@ -118,7 +114,6 @@ def ask(
 ) -> dict[str, Any]:
     """What a server answers; with a `body`, to a POST."""
     from perdure.cli.commands.background import current
-    from perdure.errors import PerdureError
 
     if url is None:
         if (running := current()) is None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.filesize import decimal
 
 from perdure.cli.options.shared import Json, model_names
+from perdure.cli.output.facts import print_json
+from perdure.cli.output.terminal import write_columns
+from perdure.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from perdure.evaluation.evaluate import Evaluation
@@ -78,9 +83,7 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Measure how good a model is. Perplexity of a text; answers, choices, patterns and schemas of tasks."""
-    from perdure.cli.output.facts import print_json
     from perdure.cli.output.progress import file_of, working
-    from perdure.errors import InvalidInputError
     from perdure.evaluation.evaluate import compare, read_report, write_report
     from perdure.evaluation.evaluate import evaluate as measure
 
@@ -136,8 +139,6 @@ def _quantised(
     source: Path, types: Sequence[str], threads: int | None
 ) -> Iterator[Iterator[tuple[str, Path]]]:
     """The model in each type, one file at a time in a folder that goes away."""
-    import tempfile
-
     from perdure.cli.output.progress import working
     from perdure.files.quantize import quantize
 
@@ -173,10 +174,6 @@ def _facts(evaluation: Evaluation) -> dict[str, Any]:
 def _table(
     evaluations: Sequence[Evaluation], labels: Sequence[str], differences: Sequence[Sequence[Any]]
 ) -> None:
-    from rich.filesize import decimal
-
-    from perdure.cli.output.terminal import write_columns
-
     rows: list[tuple[str, ...]] = [
         ("measure", "value", "95% interval", "of", "against the first", "size", "model")
     ]

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.filesize import decimal
 
 from perdure.cli.options.shared import Json, model_names
+from perdure.cli.output.facts import print_json, tell
+from perdure.cli.output.terminal import write, write_columns
+from perdure.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from perdure.files.compare import Comparison
@@ -79,13 +84,7 @@ def quantize(
     as_json: Json = False,
 ) -> None:
     """Write a model with smaller weights. By llama.cpp's own quantiser; Ctrl-C leaves nothing behind."""
-    import tempfile
-
-    from rich.filesize import decimal
-
-    from perdure.cli.output.facts import tell
     from perdure.cli.output.progress import file_of, working
-    from perdure.errors import InvalidInputError
     from perdure.files.quantize import importance_matrix
     from perdure.files.quantize import quantize as write
 
@@ -153,7 +152,6 @@ def merge(
 ) -> None:
     """Merge models of one architecture and size."""
     from perdure.cli.output.progress import file_of, working
-    from perdure.errors import InvalidInputError
     from perdure.files.merge import METHODS
     from perdure.files.merge import merge as write
 
@@ -240,7 +238,6 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Compare two model files tensor by tensor. The exit code is 1 where tensors differ."""
-    from perdure.cli.output.facts import print_json
     from perdure.cli.output.progress import file_of, working
     from perdure.files.compare import compare as compare_files
 
@@ -255,8 +252,6 @@ def compare(
 
 
 def _show(comparison: Comparison, everything: bool) -> None:
-    from perdure.cli.output.terminal import write, write_columns
-
     for what, names in (
         ("only in A", comparison.only_first),
         ("only in B", comparison.only_second),

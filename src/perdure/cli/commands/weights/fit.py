@@ -7,10 +7,13 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.filesize import decimal
 
 from perdure.cli.options import groups, shared
 from perdure.cli.options.shared import model_names
+from perdure.cli.output import terminal
 from perdure.cli.output.facts import print_json
+from perdure.cli.output.terminal import harmless, write_columns
 
 if TYPE_CHECKING:
     from perdure.engine.contract import LoadingKeywords
@@ -83,11 +86,6 @@ def _plain(fit: Fit) -> dict[str, Any]:
 
 
 def _show(fit: Fit, name: str) -> None:
-    from rich.filesize import decimal
-
-    from perdure.cli.output import terminal
-    from perdure.cli.output.terminal import write_columns
-
     verdict = {"fits": "fits", "tight": "is tight", "not": "does not fit"}[fit.verdict]
     terminal.write(f"{terminal.harmless(fit.name)} {verdict}.\n\n")
     rows: list[tuple[str, ...]] = [("", "weights", "K/V", "buffers", "in all", "free")]
@@ -117,10 +115,6 @@ def _options(fit: Fit) -> str:
 
 
 def _table(fits: list[Fit]) -> None:
-    from rich.filesize import decimal
-
-    from perdure.cli.output.terminal import harmless, write_columns
-
     rows = [("", "weights", "memory", "GPU", "context", "slots", "layers", "file")]
     for each in fits:
         setup = each.setup
@@ -162,7 +156,6 @@ def tune(
     Tries threads, step sizes, K/V types and, with a GPU, placements, for a minute or two. The result is
     remembered for this model and machine, and used unless you set something else. Run it on an idle machine.
     """
-    from perdure.cli.output import terminal
     from perdure.engine import tuning
 
     def say(trial: Trial) -> None:

@@ -7,7 +7,10 @@ from typing import Annotated
 
 import typer
 
+from perdure.atomic import atomic_write
 from perdure.cli.options import shared
+from perdure.cli.output import terminal
+from perdure.errors import InvalidInputError, SessionNotFoundError, StoreError
 
 
 def analyse(
@@ -32,12 +35,9 @@ def analyse(
     store: shared.StoreFolder = None,
 ) -> None:
     """Write a page on what a model did. It has surprise, attention, keys and values; it needs no network."""
-    from perdure.atomic import atomic_write
     from perdure.chat.message import Message
-    from perdure.cli.output import terminal
     from perdure.cli.runtime import opened
     from perdure.engine.llama.model import Model
-    from perdure.errors import InvalidInputError
     from perdure.inspection.analysis import analyse as analyse_text
     from perdure.inspection.page import page_of
 
@@ -62,7 +62,6 @@ def analyse(
 def _session(name: str, store: Path | None) -> tuple[list[int] | None, Path | None]:
     """The tokens of a session and the folder of its store; None and None where there is no such session."""
     from perdure.cli.runtime import session_folder, sessions_in
-    from perdure.errors import SessionNotFoundError, StoreError
 
     try:
         with sessions_in(store, readonly=True) as sessions:
@@ -89,10 +88,8 @@ def vectors(
     """Make a control vector from contrast pairs. Use it with --control-vector, or as an adapter."""
     from typing import cast
 
-    from perdure.cli.output import terminal
     from perdure.cli.output.progress import working
     from perdure.engine.llama.model import Model
-    from perdure.errors import InvalidInputError
     from perdure.inspection.vectors import Method, directions, read_pairs, write_vector
 
     examples = read_pairs(pairs)

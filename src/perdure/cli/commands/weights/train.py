@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from perdure.cli.options.shared import Json, StoreFolder
+from perdure.cli.output.facts import tell
+from perdure.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -70,13 +73,9 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train an MLX model on conversations. By mlx-lm's tuner; the result is an adapter, usable at once."""
-    from dataclasses import asdict
-
     from perdure.chat.template.template import Template
-    from perdure.cli.output.facts import tell
     from perdure.cli.output.progress import working
     from perdure.engine.mlx.engine import ENGINE
-    from perdure.errors import InvalidInputError
     from perdure.training import Plan, from_messages, pair_of, read_pairs
     from perdure.training import train as run
 

@@ -9,11 +9,11 @@ from pydantic import Field, ValidationError
 
 from perdure.chat.message import parse_messages
 from perdure.decode.request import KeptPrefix
-from perdure.server.core.api_error import ApiError
+from perdure.server.core.api_error import invalid, unreadable
 from perdure.server.core.app_state import AppState
 from perdure.server.core.schemas import Items, RequestSchema, SamplingSchema
 from perdure.server.protocols.conversation_names import NamingFields
-from perdure.server.protocols.reply_request import ReplyRequest, SessionExtension
+from perdure.server.protocols.reply_request import ReplyRequest, SessionExtension, extend
 
 _BILLING = "x-anthropic-billing-header:"
 """How a block begins that Claude Code puts first, and that changes from request to request: no part of the
@@ -124,15 +124,10 @@ def reply_request(body: MessagesRequest, app_state: AppState, namespace: str) ->
     options |= body.sampling
     if stops := [stop for stop in body.stop_sequences or () if stop]:
         options["stop"] = stops
-    extension = body.perdure
-    if extension is not None:
-        extended = extension.options
-        options["variables"] = {**options.get("variables", {}), **extended.pop("variables", {})}
-        options |= extended
+    extend(options, body.perdure, app_state)
     thinking = body.thinking
     if thinking is not None and thinking.type == "enabled" and thinking.budget_tokens is not None:
         options["reasoning_budget"] = thinking.budget_tokens
-    options["timeout"] = app_state.seconds(extension.timeout if extension else None)
     conversation = Conversation(body, app_state, namespace)
     if conversation.is_prefilled:
         options["continue_final_message"] = True
@@ -141,7 +136,7 @@ def reply_request(body: MessagesRequest, app_state: AppState, namespace: str) ->
     return ReplyRequest(
         messages=parse_messages(conversation.messages),
         options=app_state.defaults.fill(options),
-        place=extension.place if extension is not None else None,
+        place=body.perdure.place if body.perdure is not None else None,
     )
 
 
@@ -159,13 +154,13 @@ def prompt_options(body: CountRequest) -> dict[str, Any]:
         kind = body.tool_choice.type
         options["tool_choice"] = {"any": "required", "tool": body.tool_choice.name}.get(kind, kind)
         if options["tool_choice"] is None:
-            raise _invalid("tool_choice.name", "which tool?")
+            raise invalid("tool_choice.name", "which tool?")
         if body.tool_choice.disable_parallel_tool_use:
             options["parallel_tool_calls"] = False
     output_format = (body.output_config.format if body.output_config else None) or body.output_format
     if output_format is not None and output_format.type == "json_schema":
         if output_format.schema_ is None:
-            raise _invalid("output_config.format.schema", "the schema is missing")
+            raise invalid("output_config.format.schema", "the schema is missing")
         options["schema"] = output_format.schema_
     variables: dict[str, Any] = {}
     if body.thinking is not None and body.thinking.type in ("enabled", "disabled"):
@@ -203,9 +198,9 @@ class Conversation:
                 self._add_user(message.role, message.content, where)
         self._mark(body.cache_control)
         if not any(message["role"] != "system" for message in self.messages):
-            raise _invalid("messages", "there is nothing to answer")
+            raise invalid("messages", "there is nothing to answer")
         if len(self.marks) > _CACHE_MARKS:
-            raise _invalid(
+            raise invalid(
                 "cache_control",
                 f"a maximum of {_CACHE_MARKS} blocks with cache_control may be provided, "
                 f"found {len(self.marks)}",
@@ -300,7 +295,7 @@ def _result(block: Block, where: str) -> str:
         ]
         text = "\n\n".join(part for part in parts if part is not None)
     else:
-        raise _invalid(f"{where}.content", "a text, or a list of blocks")
+        raise invalid(f"{where}.content", "a text, or a list of blocks")
     return f"Error: {text}" if block.get("is_error") is True and text else text
 
 
@@ -311,7 +306,7 @@ def _block(fields: dict[str, Any], where: str) -> Block:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join([where, *map(str, first["loc"])])
-        raise _invalid(place, first["msg"]) from None
+        raise invalid(place, first["msg"]) from None
 
 
 def _readable(block: Block, where: str) -> str | None:
@@ -325,12 +320,7 @@ def _readable(block: Block, where: str) -> str | None:
     if block.type == "search_result":
         return _blocks_text(block.get("content"))
     if block.type in _UNREADABLE:
-        raise ApiError(
-            400,
-            f"{where}: {_UNREADABLE[block.type]} cannot be read here; send text",
-            param=where,
-            code="unsupported_content",
-        )
+        raise unreadable(where, _UNREADABLE[block.type])
     return None
 
 
@@ -344,9 +334,5 @@ def _blocks_text(content: Any) -> str:
 
 def _text(text: Any, where: str) -> str:
     if not isinstance(text, str) or not text:
-        raise _invalid(where, "a text is missing")
+        raise invalid(where, "a text is missing")
     return text
-
-
-def _invalid(where: str, problem: str) -> ApiError:
-    return ApiError(400, f"{where}: {problem}", param=where, code="invalid_value")

@@ -13,11 +13,11 @@ from perdure.errors import InvalidInputError
 from perdure.options import Option
 from perdure.pool import parse_duration
 from perdure.request_options import SEED_LIMIT, options_of_replies
-from perdure.server.core.api_error import ApiError
+from perdure.server.core.api_error import invalid, unreadable
 from perdure.server.core.app_state import AppState
 from perdure.server.core.schemas import Items, RequestSchema, option_value
 from perdure.server.protocols.conversation_names import NamingFields
-from perdure.server.protocols.reply_request import ReplyRequest, SessionExtension
+from perdure.server.protocols.reply_request import ReplyRequest, SessionExtension, extend
 
 _SAMPLING = {
     name: each
@@ -165,7 +165,7 @@ def generate_request(body: GenerateRequest, app_state: AppState) -> tuple[ReplyR
     _check_images(body.images, "images")
     for name, instead in _REFUSED.items():
         if getattr(body, name):
-            raise ApiError(400, f"{name}: {instead}", param=name, code="unsupported_parameter")
+            raise invalid(name, instead, code="unsupported_parameter")
     options, notes = reply_options(body, app_state)
     messages = [{"role": "system", "content": body.system}] if body.system else []
     messages.append({"role": "user", "content": body.prompt})
@@ -193,12 +193,7 @@ def reply_options(body: ReplyOptions, app_state: AppState) -> tuple[dict[str, An
         options["variables"] = {"enable_thinking": True, "reasoning_effort": body.think}
     if body.logprobs:
         options["logprobs"] = body.top_logprobs or 0
-    extension = body.perdure
-    if extension is not None:
-        extended = extension.options
-        options["variables"] = {**options.get("variables", {}), **extended.pop("variables", {})}
-        options |= extended
-    options["timeout"] = app_state.seconds(extension.timeout if extension is not None else None)
+    extend(options, body.perdure, app_state)
     options |= app_state.model_options(body.model or body.name)
     return app_state.defaults.fill(options), notes
 
@@ -219,7 +214,7 @@ def _mapped(ollama_options: Mapping[str, Any], app_state: AppState) -> tuple[dic
             options["max_tokens"], options["limit_to_context"] = int(limit) if limit > 0 else None, True
         elif name == "stop":
             if not isinstance(value, (str, list)) or not all(isinstance(each, str) for each in value):
-                raise _invalid("options.stop", "a text, or a list of texts")
+                raise invalid("options.stop", "a text, or a list of texts")
             options["stop"] = [each for each in ([value] if isinstance(value, str) else value) if each]
         elif name == "num_ctx":
             if _number(name, value) != n_ctx:
@@ -227,7 +222,7 @@ def _mapped(ollama_options: Mapping[str, Any], app_state: AppState) -> tuple[dic
         elif name in _ENGINE:
             notes.append(f"{name} is chosen when the server is started, and was left out")
         else:
-            raise _invalid(f"options.{name[:100]}", "there is no such option here; leave it out")
+            raise invalid(f"options.{name[:100]}", "there is no such option here; leave it out")
     return options, notes
 
 
@@ -235,11 +230,11 @@ def _setting(name: str, setting: Option, value: Any) -> Any:
     """A sampling setting. Clients send whole numbers as 40.0 too."""
     if setting.kind is list:
         if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-            raise _invalid(f"options.{name}", "a list of texts")
+            raise invalid(f"options.{name}", "a list of texts")
         value = tuple(value)
     elif setting.kind is dict:
         if not isinstance(value, dict) or len(value) > (setting.items or 0):
-            raise _invalid(f"options.{name}", f"at most {setting.items} biases by token id")
+            raise invalid(f"options.{name}", f"at most {setting.items} biases by token id")
         value = option_value(setting, {key: _number(name, bias) for key, bias in value.items()})
     elif setting.kind is not str:
         value = _number(name, value)
@@ -251,7 +246,7 @@ def _setting(name: str, setting: Option, value: Any) -> Any:
     try:
         setting.check(value)
     except InvalidInputError as error:
-        raise _invalid(f"options.{name}", str(error)) from None
+        raise invalid(f"options.{name}", str(error)) from None
     return value
 
 
@@ -262,21 +257,15 @@ def keep_alive_seconds(keep_alive: KeepAlive | None) -> float | None:
     try:
         return parse_duration(keep_alive)
     except InvalidInputError:
-        raise _invalid("keep_alive", "a number of seconds, or a duration such as 5m") from None
+        raise invalid("keep_alive", "a number of seconds, or a duration such as 5m") from None
 
 
 def _check_images(images: list[Any] | None, where: str) -> None:
     if images:
-        raise ApiError(
-            400, f"{where}: images cannot be read here; send text", param=where, code="unsupported_content"
-        )
+        raise unreadable(where, "images")
 
 
 def _number(name: str, value: Any) -> float | int:
     if not is_number(value) or not -_LARGE < value < _LARGE:
-        raise _invalid(f"options.{name}", f"a number, got {str(value)[:40]!r}")
+        raise invalid(f"options.{name}", f"a number, got {str(value)[:40]!r}")
     return value
-
-
-def _invalid(where: str, problem: str) -> ApiError:
-    return ApiError(400, f"{where}: {problem}", param=where, code="invalid_value")

@@ -15,7 +15,7 @@ from starlette.responses import PlainTextResponse, Response
 from perdure.decode.embedding import cut
 from perdure.errors import PerdureError
 from perdure.pool import PooledModel
-from perdure.server.core.api_error import ApiError
+from perdure.server.core.api_error import ApiError, invalid
 from perdure.server.core.app_state import AppState, AppStateDep, Caller, CallerDep
 from perdure.server.core.body_route import BodyRoute
 from perdure.server.core.follow import answer
@@ -49,7 +49,7 @@ from perdure.server.protocols.ollama.requests import (
     keep_alive_seconds,
 )
 from perdure.server.protocols.openai import fill_in
-from perdure.server.protocols.operator_pull import is_operator, pulled
+from perdure.server.protocols.pulls import is_operator, pulled
 
 router = APIRouter(tags=["Ollama"], route_class=BodyRoute)
 
@@ -100,12 +100,7 @@ async def generate(
         if not body.raw and not body.suffix:
             return reply_request.submit(app_state, caller), notes
         if reply_request.place is not None:
-            raise ApiError(
-                400,
-                "perdure.session: only for a prompt by the chat template, without raw and suffix",
-                param="perdure.session",
-                code="invalid_value",
-            )
+            raise invalid("perdure.session", "only for a prompt by the chat template, without raw and suffix")
         options: Any = {
             name: value for name, value in reply_request.options.items() if name not in _CHAT_ONLY
         }
@@ -301,10 +296,9 @@ async def delete(body: ModelNamed, app_state: AppStateDep, caller: CallerDep) ->
         raise ApiError(
             403,
             "no client can delete the model; `perdure models` manages those of this machine",
-            kind="permission_error",
             code="forbidden",
         )
-    raise ApiError(404, f"model {name[:100]!r} not found", kind="not_found_error", code="model_not_found")
+    raise ApiError(404, f"model {name[:100]!r} not found", code="model_not_found")
 
 
 _NAMES = 64

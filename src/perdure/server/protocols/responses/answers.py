@@ -206,12 +206,7 @@ _CODES = {
 
 def not_kept(why: str) -> ApiError:
     """Of a response that was to be stored: its reply was made, and the store refused it."""
-    return ApiError(
-        500,
-        f"the reply was made but could not be stored: {why}",
-        kind="server_error",
-        code="response_not_kept",
-    )
+    return ApiError(500, f"the reply was made but could not be stored: {why}", code="response_not_kept")
 
 
 def sent_differs() -> ApiError:

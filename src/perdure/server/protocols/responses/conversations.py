@@ -148,7 +148,7 @@ async def read_item(
         session = Responses(app_state, caller.namespace).conversation(conversation_id)
         if (item := ConversationItems(session).get(item_id)) is not None:
             return item
-        raise ApiError(404, f"there is no item {item_id!r}", kind="not_found_error", code="item_not_found")
+        raise ApiError(404, f"there is no item {item_id!r}", code="item_not_found")
 
     return await app_state.call(work)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from perdure.chat.message import Message, ToolCall
-from perdure.server.core.api_error import ApiError
+from perdure.server.core.api_error import invalid, unreadable
 
 Item = dict[str, Any]
 Decrypt = Callable[[str], str | None]
@@ -61,7 +61,7 @@ def messages_of(items: Sequence[Any], decrypt: Decrypt, find_items: FindItems) -
             close()
             role = item.get("role")
             if role not in _ROLES:
-                raise _invalid(f"{where}.role", f"one of {', '.join(_ROLES)}, got {role!r}")
+                raise invalid(f"{where}.role", f"one of {', '.join(_ROLES)}, got {role!r}")
             made.append(Message(role=role, content=content_text(item.get("content"), f"{where}.content")))
         elif kind == "reasoning":
             if assistant.texts or assistant.calls:
@@ -88,7 +88,7 @@ def _resolved(items: Sequence[Any], find_items: FindItems) -> Iterator[tuple[str
     for at, item in enumerate(items):
         where = f"input.{at}"
         if not isinstance(item, Mapping):
-            raise _invalid(where, "an item is an object")
+            raise invalid(where, "an item is an object")
         if item.get("type") == "item_reference" or (set(item) == {"id"}):
             for each in find_items(_text(item, "id", where)):
                 yield where, each
@@ -109,15 +109,10 @@ def content_text(content: Any, where: str) -> str:
             texts.append(part)
             continue
         if not isinstance(part, Mapping):
-            raise _invalid(f"{where}.{at}", "a part is an object")
+            raise invalid(f"{where}.{at}", "a part is an object")
         kind = part.get("type")
         if isinstance(kind, str) and kind in _UNREADABLE:
-            raise ApiError(
-                400,
-                f"{where}.{at}: {_UNREADABLE[kind]} cannot be read here; send text",
-                param=f"{where}.{at}",
-                code="unsupported_content",
-            )
+            raise unreadable(f"{where}.{at}", _UNREADABLE[kind])
         text = part.get("refusal") if kind == "refusal" else part.get("text")
         if isinstance(text, str):
             texts.append(text)
@@ -269,12 +264,8 @@ def said_items(messages: Sequence[Message], owner: str) -> list[Item]:
 def _text(item: Mapping[str, Any], name: str, where: str) -> str:
     text = item.get(name)
     if not isinstance(text, str) or not text:
-        raise _invalid(f"{where}.{name}", "a text is missing")
+        raise invalid(f"{where}.{name}", "a text is missing")
     return text
-
-
-def _invalid(where: str, problem: str) -> ApiError:
-    return ApiError(400, f"{where}: {problem}", param=where, code="invalid_value")
 
 
 # Ids of responses, conversations and their items. An item's id says which response it belongs to.

@@ -10,12 +10,12 @@ from fastapi import Query
 from pydantic import BeforeValidator, Field
 
 from perdure.chat.message import Message
-from perdure.server.core.api_error import ApiError
+from perdure.server.core.api_error import invalid
 from perdure.server.core.app_state import AppState
 from perdure.server.core.schemas import Items, RequestSchema, SamplingSchema
 from perdure.server.protocols.conversation_names import NamingFields
 from perdure.server.protocols.openai import PromptCacheOptions, tier_options
-from perdure.server.protocols.reply_request import SessionExtension
+from perdure.server.protocols.reply_request import SessionExtension, extend
 from perdure.server.protocols.responses.items import (
     Decrypt,
     FindItems,
@@ -156,7 +156,7 @@ def tool_set(tools: Sequence[Mapping[str, Any]]) -> ToolSet:
         if not isinstance(name, str) or not name or name in functions:
             return
         if len(functions) == _TOOLS:
-            raise ApiError(400, f"tools: at most {_TOOLS} are allowed", param="tools", code="invalid_value")
+            raise invalid("tools", f"at most {_TOOLS} are allowed")
         if tool.get("type") == "custom":
             custom.add(name)
             description = _custom_description(tool)
@@ -218,12 +218,7 @@ def prompt_options(body: PromptRequest, tools: ToolSet) -> dict[str, Any]:
     form = body.text.format if body.text is not None else None
     if form is not None and form.get("type") == "json_schema":
         if not isinstance(form.get("schema"), dict):
-            raise ApiError(
-                400,
-                "text.format.schema: the schema is missing",
-                param="text.format.schema",
-                code="invalid_value",
-            )
+            raise invalid("text.format.schema", "the schema is missing")
         options["schema"] = form["schema"]
     elif form is not None and form.get("type") == "json_object":
         options["schema"] = {"type": "object"}
@@ -241,16 +236,11 @@ def reply_options(body: ResponseRequest, tools: ToolSet, app_state: AppState) ->
     """What is asked of the reply, in the runtime's words."""
     options = prompt_options(body, tools)
     options |= body.sampling | tier_options(body.service_tier)
-    extension = body.perdure
-    if extension is not None:
-        extended = extension.options
-        options["variables"] = {**options.get("variables", {}), **extended.pop("variables", {})}
-        options |= extended
+    extend(options, body.perdure, app_state)
     if body.max_output_tokens is not None:
         options["max_tokens"], options["limit_to_context"] = body.max_output_tokens, True
     if body.top_logprobs or "message.output_text.logprobs" in (body.include or ()):
         options["logprobs"] = body.top_logprobs or 0
-    options["timeout"] = app_state.seconds(extension.timeout if extension else None)
     return options
 
 

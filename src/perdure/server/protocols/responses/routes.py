@@ -18,7 +18,7 @@ from perdure.chat.plans import SUMMARY_TRIES
 from perdure.chat.reply import ChatReply
 from perdure.decode.request import Usage
 from perdure.errors import PerdureError
-from perdure.server.core.api_error import ApiError, to_api_error
+from perdure.server.core.api_error import ApiError, invalid, to_api_error
 from perdure.server.core.app_state import AppState, AppStateDep, Caller, CallerDep
 from perdure.server.core.body_route import BodyRoute
 from perdure.server.core.event_log import followed
@@ -66,12 +66,7 @@ async def create(
     if body.stores:
         return await _stored(responses, body, request, app_state, caller, runs)
     if body.background:
-        raise ApiError(
-            400,
-            "background: only with store, or nobody could ask for it",
-            param="background",
-            code="invalid_value",
-        )
+        raise invalid("background", "only with store, or nobody could ask for it")
     head = responses.unstored_head(body)
     try:
         job = await app_state.call(responses.submit_unstored, body, caller)
@@ -396,6 +391,5 @@ async def _summed_up(
     raise ApiError(
         500,
         f"the model's summary was {why}, so the conversation was not made shorter; ask again, or send less",
-        kind="server_error",
         code=_FAILED,
     )

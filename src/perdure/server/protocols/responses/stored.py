@@ -14,7 +14,7 @@ from perdure.chat.options import ChatOptions
 from perdure.chat.plans import SUMMARY_REQUEST, SummaryPasses
 from perdure.errors import ContextOverflow, SessionNotFoundError
 from perdure.request_options import draw_seed
-from perdure.server.core.api_error import ApiError, to_api_error
+from perdure.server.core.api_error import ApiError, invalid, to_api_error
 from perdure.server.core.app_state import AppState, Caller
 from perdure.server.core.settings import ReplyDefaults
 from perdure.server.protocols.openai import MARKS, cache_marks, has_breakpoint
@@ -153,7 +153,7 @@ class Responses:
         instructions, new_messages = self._read(body)
         conversation = [*(before.messages() if before is not None else ()), *new_messages]
         if not conversation:
-            raise ApiError(400, "input: there is nothing to sum up", param="input", code="invalid_value")
+            raise invalid("input", "there is nothing to sum up")
         request = Message(role="user", content=SUMMARY_REQUEST)
         chat_format = self._app_state.runtime.chat_format
 
@@ -243,22 +243,14 @@ class Responses:
         if extension is not None and extension.place is not None:
             name = "session" if extension.session is not None else "fork_from"
             if name == "session" or previous is not None or conversation is not None:
-                raise ApiError(
-                    400,
-                    f"perdure.{name}: a response goes on from one of previous_response_id, conversation and "
-                    "perdure.fork_from",
-                    param=f"perdure.{name}",
-                    code="invalid_value",
+                raise invalid(
+                    f"perdure.{name}",
+                    "a response goes on from one of previous_response_id, conversation and perdure.fork_from",
                 )
             assert extension.fork_from is not None
             return self._sessions.get(extension.fork_from, self._namespace)
         if previous is not None and conversation is not None:
-            raise ApiError(
-                400,
-                "conversation: give it or previous_response_id, not both",
-                param="conversation",
-                code="invalid_value",
-            )
+            raise invalid("conversation", "give it or previous_response_id, not both")
         if conversation is not None:
             return self.conversation(conversation if isinstance(conversation, str) else conversation.id)
         if previous is None:
@@ -285,6 +277,7 @@ class Responses:
             raise ApiError(
                 error.status,
                 f"previous_response_id: {error}",
+                kind="invalid_request_error",
                 param="previous_response_id",
                 code="previous_response_not_found",
             ) from None
@@ -298,12 +291,10 @@ class Responses:
         try:
             limit = self._app_state.limits.body_bytes
             if self.references > _REFERENCES or self._removes > _REMOVES or self._named_bytes > limit:
-                raise ApiError(
-                    400,
-                    f"input: more than {_REFERENCES} items are named by their ids, or over more than "
+                raise invalid(
+                    "input",
+                    f"more than {_REFERENCES} items are named by their ids, or over more than "
                     f"{_REMOVES} responses, or they have more than {limit} bytes; send the items themselves",
-                    param="input",
-                    code="invalid_value",
                 )
             if owner is not None and owner not in self._named:
                 response = self._response(owner)
@@ -319,9 +310,7 @@ class Responses:
                     return [item]
         finally:
             self._removes -= 1
-        raise ApiError(
-            404, f"there is no item {item_id!r}", kind="not_found_error", param="input", code="item_not_found"
-        )
+        raise ApiError(404, f"there is no item {item_id!r}", param="input", code="item_not_found")
 
     # Inside.
 
@@ -514,9 +503,4 @@ _PREFIXES = {
 
 
 def _missing(what: str, name: str) -> ApiError:
-    return ApiError(
-        404,
-        f"there is no {what} {name[:100]!r}",
-        kind="not_found_error",
-        code=f"{what.replace(' ', '_')}_not_found",
-    )
+    return ApiError(404, f"there is no {what} {name[:100]!r}", code=f"{what.replace(' ', '_')}_not_found")

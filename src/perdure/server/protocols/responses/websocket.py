@@ -15,7 +15,14 @@ from pydantic_core import to_json
 from starlette.websockets import WebSocketDisconnect
 
 from perdure.errors import PerdureError
-from perdure.server.core.api_error import ApiError, rate_limited, to_api_error, unauthorised, validation
+from perdure.server.core.api_error import (
+    ApiError,
+    invalid,
+    rate_limited,
+    to_api_error,
+    unauthorised,
+    validation,
+)
 from perdure.server.core.app_state import AppState, Caller
 from perdure.server.core.body_route import LARGE, read_json
 from perdure.server.core.follow import Follower, Sink, deliver
@@ -157,7 +164,7 @@ class Connection:
         except ValueError as error:
             raise ApiError(400, f"the message is no JSON: {error}", code="invalid_json") from None
         if not isinstance(event, dict) or event.get("type") != "response.create":
-            raise ApiError(400, "type: send response.create", param="type", code="invalid_value")
+            raise invalid("type", "send response.create")
         # Older clients put the request one level deeper.
         inner = event.get("response")
         fields = dict(inner) if isinstance(inner, dict) else dict(event)

@@ -8,15 +8,19 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, Literal
 
+from fastapi import APIRouter
+from pydantic import Field
 from starlette.responses import Response, StreamingResponse
 
 from perdure.models.puller import Pull
 from perdure.server.core.api_error import ApiError
-from perdure.server.core.app_state import AppState, Caller
+from perdure.server.core.app_state import AppState, AppStateDep, Caller, CallerDep
+from perdure.server.core.body_route import BodyRoute
 from perdure.server.core.keys import METRICS
 from perdure.server.core.protocol import JSON_LINES, event
+from perdure.server.core.schemas import RequestSchema, ResponseSchema, errors, refuse_fields
 
 _TOLD = 1.0
 """Seconds after which a client is told again, also where nothing has come."""
@@ -32,7 +36,6 @@ def check_operator(caller: Caller) -> None:
             403,
             f"only a key of the namespace {METRICS} has this server fetch a model (`perdure keys add "
             f"{METRICS}` makes one); `perdure pull NAME` on its machine fetches one too",
-            kind="permission_error",
             code="forbidden",
         )
 
@@ -61,7 +64,7 @@ async def pulled(
     async for line in lines:
         last = line
     if "error" in last:
-        raise ApiError(502, str(last["error"]), kind="server_error", code="pull_failed")
+        raise ApiError(502, str(last["error"]), code="pull_failed")
     return last
 
 
@@ -81,3 +84,55 @@ async def _lines(pull: Pull, app_state: AppState) -> AsyncIterator[dict[str, Any
         yield {"status": "success"}
     else:
         yield {"error": pull.error or f"the pull was {pull.state}"}
+
+
+router = APIRouter(prefix="/v1/models/pull", tags=["perdure"], route_class=BodyRoute)
+
+
+class PullRequest(RequestSchema):
+    model: str = Field(min_length=1, max_length=200)
+    """A name of the catalogue, `owner/repo` or `owner/repo:Q4_K_M`."""
+
+
+class PullAnswer(ResponseSchema):
+    """How far fetching a model is, or how it ended."""
+
+    object: Literal["model.pull"] = "model.pull"
+    model: str
+    state: Literal["running", "done", "failed", "cancelled"]
+    completed: int
+    """Bytes that are here."""
+    total: int | None
+    """Bytes in all; none before that is known."""
+    error: str
+    started: float
+    ended: float | None
+
+
+@router.post("", responses=errors(403, 404, 409), status_code=202)
+async def start_pull(body: PullRequest, app_state: AppStateDep, caller: CallerDep) -> PullAnswer:
+    """Begin to fetch a model, with a key of the operator. A pull that was cancelled or failed goes on where
+    it stopped."""
+    refuse_fields(body, strict=app_state.strict, refused={}, notes=caller.notes)
+    return PullAnswer.model_validate(await begin_pull(body.model, app_state, caller))
+
+
+@router.get("", responses=errors(403, 404))
+async def read_pull(app_state: AppStateDep, caller: CallerDep) -> PullAnswer:
+    """How far the pull is that runs, or how the last one ended."""
+    return _latest(app_state, caller)
+
+
+@router.delete("", responses=errors(403, 404))
+async def cancel_pull(app_state: AppStateDep, caller: CallerDep) -> PullAnswer:
+    """End the pull that runs. What was fetched by then is kept for the next try."""
+    _latest(app_state, caller)
+    app_state.life.puller.cancel()
+    return _latest(app_state, caller)
+
+
+def _latest(app_state: AppState, caller: Caller) -> PullAnswer:
+    check_operator(caller)
+    if (pull := app_state.life.puller.latest) is None:
+        raise ApiError(404, "no model was pulled since the server started", code="not_found")
+    return PullAnswer.model_validate(pull)
