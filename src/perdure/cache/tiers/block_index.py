@@ -20,6 +20,7 @@ from perdure.store.index import Index
 _KNOWN = 65_536
 """Blocks of an encrypted folder whose place among their siblings is remembered: some 40 MB."""
 _SELECT = "SELECT id, parent, start, tokens, has_rest, nbytes FROM block"
+_TYPES = (bytes, bytes, int, bytes, int, int)
 
 
 class RowFormat(Protocol):
@@ -317,10 +318,11 @@ class BlockTable:
 
     def _metas(self, rows: Iterable[tuple[Any, ...]]) -> Iterator[BlockMeta]:
         """The blocks in `rows`. SQLite has no checksums: a row that does not prove itself is not believed."""
-        for name, parent, start, tokens, has_tail_state, nbytes in rows:
-            words = all(isinstance(value, bytes) for value in (name, parent, tokens))
-            numbers = all(isinstance(value, int) for value in (start, has_tail_state, nbytes))
-            if not words or not numbers or (known := self._format.unpack(name, parent, tokens)) is None:
+        for row in rows:
+            if tuple(map(type, row)) != _TYPES:
+                continue
+            name, parent, start, tokens, has_tail_state, nbytes = row
+            if (known := self._format.unpack(name, parent, tokens)) is None:
                 continue
             block, before, data = known
             ids = np.frombuffer(data, "<i4").astype(np.int32)
