@@ -33,6 +33,7 @@ from perdure.sessions.store.sql.tables import (
     TurnTable,
     Value,
     check_session,
+    check_text,
     invalid_text,
     json_text,
     proved_session,
@@ -40,7 +41,6 @@ from perdure.sessions.store.sql.tables import (
     row_checksum,
     row_limit,
     text_rows,
-    valid_text,
 )
 from perdure.sessions.turn import FIRST, Turn
 
@@ -168,8 +168,7 @@ class SqlStore:
         if text is None:
             return [proved_session(row) for row in self._page(self._db.rows, namespace, limit, after)]
         row_limit(limit)
-        with valid_text():
-            text.encode()
+        check_text(text)
         return self._search(namespace, limit, after, text)
 
     def expired(self, before: float, *, limit: int, kind: str = RESPONSE) -> builtins.list[tuple[str, str]]:
@@ -219,7 +218,7 @@ class SqlStore:
         """Write down something else of where a session comes from."""
         with self._writing(session.namespace):
             self._update(self._standing(session), origin=json_text(dict(origin)))
-            return proved_session(self._row(session))
+            return proved_session(self._standing(session))
 
     def move(self, session: SessionInfo, head: int, *, digest: bytes, expected: int) -> None:
         """Let a session stand at another turn. Refused as `add` is."""
@@ -307,8 +306,7 @@ class SqlStore:
         if text is None:
             return self._memories.find(where, after=after, limit=limit)
         row_limit(limit)
-        with valid_text():
-            text.encode()
+        check_text(text)
         with self._searches(namespace), self._db.reading_apart() as rows:
             return self._memories.search(rows, where, text, after=after, limit=limit)
 
@@ -443,7 +441,7 @@ class SqlStore:
         """Refuse who had taken a session and lost it to another, where that can be."""
 
     def _find(self, namespace: str, name: str) -> SessionInfo | None:
-        rows = text_rows(self._db, f"{SESSION} WHERE s.namespace = ? AND s.name = ?", namespace, name)
+        rows = text_rows(self._db.rows, f"{SESSION} WHERE s.namespace = ? AND s.name = ?", namespace, name)
         if not rows:
             self._check.wait()
             return None
@@ -454,13 +452,6 @@ class SqlStore:
 
     def _standing(self, session: SessionInfo, expected: int | None = None) -> Sequence[Any]:
         """The row of that very session as it is now, proved."""
-        row = self._row(session)
-        check_session(row, f": {ADVICE}")
-        if expected is not None and row[_HEAD] != expected:
-            raise SessionError(f"session {session.name!r} was changed meanwhile: nothing was done")
-        return row
-
-    def _row(self, session: SessionInfo) -> Sequence[Any]:
         found = self._db.rows(
             f"{SESSION} WHERE s.number = ? AND s.namespace = ? AND s.name = ?",
             session.number,
@@ -469,6 +460,9 @@ class SqlStore:
         )
         if not found:
             raise SessionNotFoundError(f"session {session.name!r} was deleted")
+        check_session(found[0], f": {ADVICE}")
+        if expected is not None and found[0][_HEAD] != expected:
+            raise SessionError(f"session {session.name!r} was changed meanwhile: nothing was done")
         return found[0]
 
     def _delete(self, session: SessionInfo) -> None:
@@ -532,11 +526,7 @@ class SqlStore:
         self._db.run(
             "UPDATE usage SET sessions = CASE WHEN sessions > ? THEN sessions - ? ELSE 0 END,"
             " nbytes = CASE WHEN nbytes > ? THEN nbytes - ? ELSE 0 END WHERE namespace = ?",
-            sessions,
-            sessions,
-            nbytes,
-            nbytes,
-            namespace,
+            *(sessions, sessions, nbytes, nbytes, namespace),
         )
 
     def _page(
@@ -552,12 +542,8 @@ class SqlStore:
         if after is not None:
             where.append("(s.updated, s.number) < (?, ?)")
             values += [after.updated, after.number]
-        with valid_text():
-            return rows(
-                f"{SESSION} WHERE {' AND '.join(where)} ORDER BY s.updated DESC, s.number DESC LIMIT ?",
-                *values,
-                row_limit(limit),
-            )
+        query = f"{SESSION} WHERE {' AND '.join(where)} ORDER BY s.updated DESC, s.number DESC LIMIT ?"
+        return text_rows(rows, query, *values, row_limit(limit))
 
     def _search(
         self, namespace: str | None, limit: int | None, after: SessionInfo | None, text: str

@@ -9,8 +9,7 @@ import hashlib
 import json
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from perdure.chat.message import Message
@@ -51,17 +50,7 @@ def turn_checksum(number: int, parent: int | None, depth: int, digest: Value) ->
 
 TURN_COLUMNS = ("number", "parent", "depth", "digest")
 """Its place. What was said is proved by the digest, which is also over all that led there."""
-SESSION_COLUMNS = (
-    "number",
-    "namespace",
-    "name",
-    "kind",
-    "head",
-    "settings",
-    "origin",
-    "created",
-    "updated",
-)
+SESSION_COLUMNS = ("number", "namespace", "name", "kind", "head", "settings", "origin", "created", "updated")
 """And then the depth and the digest of the turn at which it stands."""
 MEMORY_COLUMNS = (
     "number",
@@ -103,19 +92,17 @@ INSERT_TURN = (
 ADVICE = "`perdure sessions verify` keeps what can be proved and puts the rest aside"
 
 
-def text_rows(database: Database, query: str, *values: Value) -> list[tuple[Any, ...]]:
+def text_rows(rows: Rows, query: str, *values: Value) -> list[tuple[Any, ...]]:
     """Rows found by what a caller gave, which may be no text at all."""
     try:
-        return database.rows(query, *values)
+        return rows(query, *values)
     except UnicodeEncodeError as error:
         raise invalid_text(error) from None
 
 
-@contextmanager
-def valid_text() -> Iterator[None]:
-    """Within it, text that UTF-8 cannot write is told as the caller's mistake."""
+def check_text(text: str) -> None:
     try:
-        yield
+        text.encode()
     except UnicodeEncodeError as error:
         raise invalid_text(error) from None
 
@@ -340,8 +327,7 @@ class TurnTable:
             raise CorruptStateError(f"a turn does not go on from the one before it: {ADVICE}")
         number, depth = self._numbers.next("turn"), 0 if parent is None else parent.depth + 1
         turn.check_readable()
-        values = turn_values(number, None if parent is None else parent.head, depth, turn)
-        self._db.run(INSERT_TURN, *values)
+        self._db.run(INSERT_TURN, *turn_values(number, parent.head if parent else None, depth, turn))
         return TurnReference(number, turn.digest, depth)
 
     def _chunk(self, head: int, place: TurnReference | None, count: int, name: str) -> TurnPage:
@@ -457,8 +443,7 @@ class MemoryTable:
     def _fitting(self, rows: Rows, where: Sequence[Condition], limit: int | None) -> list[SessionMemory]:
         query = f"{MEMORY} WHERE {' AND '.join(each for each, *_ in where)} ORDER BY m.number LIMIT ?"
         values = [value for _, *given in where for value in given]
-        with valid_text():
-            return [self.proved(row) for row in rows(query, *values, row_limit(limit))]
+        return [self.proved(row) for row in text_rows(rows, query, *values, row_limit(limit))]
 
     def proved(self, row: tuple[Any, ...]) -> SessionMemory:
         try:
@@ -469,7 +454,7 @@ class MemoryTable:
     def turn_of(self, memory: SessionMemory) -> int:
         """The number of the turn that a memory is of."""
         rows = text_rows(
-            self._db,
+            self._db.rows,
             "SELECT turn FROM memory WHERE number = ? AND namespace = ? AND session = ? AND label = ?",
             memory.number,
             memory.namespace,
