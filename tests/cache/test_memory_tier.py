@@ -380,7 +380,7 @@ class TierMachine(RuleBasedStateMachine):
         elif new.tail_state is None and covering:
             assert kept
             # Which of several covers it does not matter; the tier says which it used.
-            self.use(max(covering, key=lambda each: nodes_of(self.tier)[each.id].worth).id)
+            self.use(max(covering, key=lambda each: nodes_of(self.tier)[each.id].used).id)
         else:
             assert kept == self.expect_room(new.nbytes, new.parent)
             if kept:

@@ -51,8 +51,8 @@ _IDENTITIES = 256
 """Identities that are remembered, to say what changed."""
 _ROOTS = 1024
 """Starts of chains that are remembered."""
-_Range: TypeAlias = tuple[BlockId, int, int]
-"""A block to be: what it follows, where it starts and where it ends."""
+_Range: TypeAlias = tuple[BlockId, BlockId, int, int]
+"""A block to be: its name, what it follows, where it starts and where it ends."""
 
 
 class BlockNames:
@@ -168,18 +168,17 @@ class BlockCache:
                 self._tell_stored(list(new.values()), self.tiers.memory.evicted - evicted)
         if self.tiers.lower:
             # All of it: what a lower tier turned down or lost before, it may take now.
-            names = [block_id(parent, tokens[a:b]) for parent, a, b in self._ranges(root, tokens, points)]
-            blocks = (new.get(name) or self.tiers.memory.lookup(name) for name in names)
+            ranges = self._ranges(root, tokens, points)
+            blocks = (new.get(name) or self.tiers.memory.lookup(name) for name, _, _, _ in ranges)
             self.tiers.store_lower([block for block in blocks if block is not None])
 
     def _name_parts(self, root: BlockId, tokens: Ids, points: Iterable[int], use: Use) -> None:
         """Have it known whose the blocks of a sequence are, before there are any."""
-        tails = [
-            block_id(parent, tokens[start:end])
-            for parent, start, end in self._ranges(root, tokens, points)
-            if end - start < self._size
-        ]
-        self.eviction.write(list(self._names.of(root, tokens)), tails, use)
+        names: list[BlockId] = []
+        tails: list[BlockId] = []
+        for name, _, start, end in self._ranges(root, tokens, points):
+            (tails if end - start < self._size else names).append(name)
+        self.eviction.write(names, tails, use)
 
     def _tell_stored(self, blocks: Sequence[Block], evicted: int) -> None:
         memory = self.tiers.memory
@@ -205,31 +204,31 @@ class BlockCache:
             return
 
         def room(which: _Range) -> int:
-            _, start, end = which
+            _, _, start, end = which
             return cost(end - start, self._row_bytes, points[end].nbytes if end in points else 0)
 
         def make(which: _Range) -> Block:
-            parent, start, end = which
+            _, parent, start, end = which
             rows = None if capture.rows is None else capture.rows.cut(start, end)
             return Block.make(parent, start, tokens[start:end].copy(), rows, points.get(end))
 
         missing = [
-            (parent, start, end)
-            for parent, start, end in self._ranges(root, tokens, points)
-            if not self._has(parent, tokens[start:end], needs_tail=end in points)
+            (name, parent, start, end)
+            for name, parent, start, end in self._ranges(root, tokens, points)
+            if not self._has(name, parent, tokens[start:end], needs_tail=end in points)
         ]
         # Several at a time, as long as there is room for all of them; then one by one.
         ahead = 2 * threads()
         while missing:
-            some, parent = missing[:ahead], missing[0][0]
+            some, parent = missing[:ahead], missing[0][1]
             total = sum(map(room, some))
-            standing = max(self.eviction.standing(block_id(p, tokens[a:b])) for p, a, b in some)
+            standing = max(self.eviction.standing(name) for name, _, _, _ in some)
             if not memory.make_room(total, keep=parent, standing=standing):
                 if len(some) > 1:
                     ahead = 1
                     continue
                 if not self.tiers.lower:
-                    _, start, end = some[0]
+                    _, _, start, end = some[0]
                     missing = [] if end - start == self._size else missing[1:]
                     continue
             missing = missing[len(some) :]
@@ -245,31 +244,29 @@ class BlockCache:
         self._tail_bytes = 0 if capture.tail_state is None else capture.tail_state.nbytes
         return capture
 
-    def _ranges(
-        self, root: BlockId, tokens: Ids, points: Iterable[int]
-    ) -> Iterator[tuple[BlockId, int, int]]:
+    def _ranges(self, root: BlockId, tokens: Ids, points: Iterable[int]) -> Iterator[_Range]:
         """The blocks of a sequence, each after its parent: at each place first the tails that end there."""
         ends = sorted({*points, len(tokens)})
-        parent = root
-        names = chain(parent, tokens, self._size)
+        parent, names = root, self._names.of(root, tokens)
         for start in range(0, len(tokens), self._size):
             for end in ends:
                 if start < end < start + self._size:
-                    yield parent, start, end
+                    yield block_id(parent, tokens[start:end]), parent, start, end
             if start + self._size <= len(tokens):
-                yield parent, start, start + self._size
-                parent = next(names)
+                name = next(names)
+                yield name, parent, start, start + self._size
+                parent = name
 
     def _has_all(self, root: BlockId, tokens: Ids, points: Iterable[int], *, at_end: bool) -> bool:
         ends = {*points, *([len(tokens)] if at_end and not self.rule.cuts_blocks else [])}
         return all(
-            self._has(parent, tokens[start:end], needs_tail=end in ends)
-            for parent, start, end in self._ranges(root, tokens, points)
+            self._has(name, parent, tokens[start:end], needs_tail=end in ends)
+            for name, parent, start, end in self._ranges(root, tokens, points)
         )
 
-    def _has(self, parent: BlockId, tokens: Ids, *, needs_tail: bool) -> bool:
+    def _has(self, name: BlockId, parent: BlockId, tokens: Ids, *, needs_tail: bool) -> bool:
         memory = self.tiers.memory
-        known = memory.lookup(block_id(parent, tokens))
+        known = memory.lookup(name)
         if known is None:
             return not needs_tail and len(tokens) < self._size and memory.covers(parent, tokens)
         return known.has_tail_state or not needs_tail

@@ -33,7 +33,10 @@ class _Node:
     block: Block
     owner: str
     """Whose it is: the namespace that its chain starts in."""
+    used: int = 0
+    """When, by the clock of the tier."""
     worth: int = 0
+    """As of when it was last offered for eviction."""
     children: ChildIndex | None = None
     """None: nothing follows it, as with most."""
     pins: int = 0
@@ -76,10 +79,11 @@ class MemoryTier:
         return block in self._nodes
 
     def lookup(self, block: BlockId) -> Block | None:
-        if (node := self._nodes.get(block)) is None or (here := self._sound(block)) is None:
-            return None
+        node = self._nodes.get(block)
+        if node is None or node.block.id != block:
+            return self._sound(block)
         self._touch(node)
-        return here
+        return node.block
 
     def peek(self, block: BlockId) -> Block | None:
         """The same without counting as a use."""
@@ -232,13 +236,13 @@ class MemoryTier:
 
     def _touch(self, node: _Node) -> None:
         self.clock += 1
-        self.owner_used[node.owner] = self.clock
-        node.worth = self.eviction.worth(node.id, self.clock, self.budget)
+        node.used = self.owner_used[node.owner] = self.clock
         if node.children is None:
             self._offer(node)
 
     def _offer(self, node: _Node) -> None:
         if node.children is None and not node.pins:
+            node.worth = self.eviction.worth(node.id, node.used, self.budget)
             queue = self._queues.setdefault(node.owner, [])
             heapq.heappush(queue, (node.worth, node.id))
             if len(queue) > 64 + 4 * len(self._nodes):
