@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from perdure.decode.request import KeptPrefix, Request
+from perdure.decode.request import Request
 from perdure.decode.sampling.grammar import Grammars
 from perdure.decode.sampling.stage import BreakerTable
 from perdure.decode.scheduler import (
@@ -19,7 +19,6 @@ from perdure.decode.scheduler import (
     BatchScheduler,
     Budget,
     ExactScheduler,
-    FreshSlots,
     Slots,
     Step,
     admit,
@@ -74,24 +73,14 @@ def shape(steps: list[Step], groups: list[SequenceGroup]) -> list[list[tuple[int
     return [[(groups.index(each.group), each.start, each.count) for each in step] for step in steps]
 
 
-class PickySlots(FreshSlots):
+class PickySlots(Slots):
     """Answers each prompt by its length, as it is told to."""
 
     def __init__(self, context: Context, answers: dict[int, Any]) -> None:
         super().__init__(context)
         self.answers = answers
 
-    def acquire(
-        self,
-        tokens: NDArray[np.int32],
-        *,
-        namespace: str = "",
-        adapters: AdapterSet | None = None,
-        reuse: bool = True,
-        pins: Sequence[KeptPrefix] = (),
-        conversation: str = "",
-        side: bool = False,
-    ) -> SlotAssignment | PendingPrefix | None:
+    def acquire(self, tokens: NDArray[np.int32], **options: Any) -> SlotAssignment | PendingPrefix | None:
         answer = self.answers.get(len(tokens), "free")
         if isinstance(answer, Exception):
             raise answer
@@ -106,7 +95,7 @@ class PickySlots(FreshSlots):
 
 def test_slots_go_to_those_who_came_first(model: ToyModel, context: Context) -> None:
     groups = [asked(model, context, 5) for _ in range(6)]
-    assert admitted(groups, FreshSlots(context)) == groups[:4]
+    assert admitted(groups, Slots(context)) == groups[:4]
     assert [group.sequences[0].seq for group in groups] == [0, 1, 2, 3, None, None]
     assert all(each.started is not None for group in groups[:4] for each in group.sequences)
 
@@ -124,17 +113,7 @@ def test_who_waits_for_anothers_prompt_is_asked_about_again_only_when_it_is_over
     class CountingSlots(PickySlots):
         asked, over = 0, False
 
-        def acquire(
-            self,
-            tokens: NDArray[np.int32],
-            *,
-            namespace: str = "",
-            adapters: AdapterSet | None = None,
-            reuse: bool = True,
-            pins: Sequence[KeptPrefix] = (),
-            conversation: str = "",
-            side: bool = False,
-        ) -> SlotAssignment | PendingPrefix | None:
+        def acquire(self, tokens: NDArray[np.int32], **options: Any) -> SlotAssignment | PendingPrefix | None:
             self.asked += 1
             return super().acquire(tokens)
 
@@ -172,7 +151,7 @@ def test_an_unexpected_error_in_admitting_ends_that_request_only(
 
 def test_a_step_has_a_token_of_each_reply_and_a_chunk_of_prompts(model: ToyModel, context: Context) -> None:
     groups = [asked(model, context, length) for length in (5, 40, 6)]
-    slots = FreshSlots(context)
+    slots = Slots(context)
     admitted(groups, slots)
     writing(groups[0]), writing(groups[2])
     steps = BatchScheduler().plan(groups, slots, BUDGET, turn=0)
@@ -181,14 +160,14 @@ def test_a_step_has_a_token_of_each_reply_and_a_chunk_of_prompts(model: ToyModel
 
 def test_a_prompt_alone_fills_the_step(model: ToyModel, context: Context) -> None:
     groups = [asked(model, context, 40)]
-    slots = FreshSlots(context)
+    slots = Slots(context)
     admitted(groups, slots)
     assert shape(BatchScheduler().plan(groups, slots, BUDGET, turn=0), groups) == [[(0, 0, 32)]]
 
 
 def test_prompts_take_turns_within_one_chunk(model: ToyModel, context: Context) -> None:
     groups = [asked(model, context, length) for length in (40, 40, 3)]
-    slots = FreshSlots(context)
+    slots = Slots(context)
     admitted(groups, slots)
     plans = [shape(BatchScheduler().plan(groups, slots, BUDGET, turn=turn), groups) for turn in range(3)]
     assert plans == [[[(0, 0, 10)]], [[(1, 0, 10)]], [[(2, 0, 3), (0, 0, 7)]]]
@@ -196,7 +175,7 @@ def test_prompts_take_turns_within_one_chunk(model: ToyModel, context: Context) 
 
 def test_rows_of_a_scored_prompt_count_against_the_budget(model: ToyModel, context: Context) -> None:
     groups = [asked(model, context, 40, prompt_logprobs=0), asked(model, context, 5)]
-    slots = FreshSlots(context)
+    slots = Slots(context)
     admitted(groups, slots)
     writing(groups[1])
     assert shape(BatchScheduler().plan(groups, slots, BUDGET, turn=0), groups) == [[(1, 5, 1), (0, 0, 7)]]
@@ -204,7 +183,7 @@ def test_rows_of_a_scored_prompt_count_against_the_budget(model: ToyModel, conte
 
 def test_a_sequence_under_suspicion_gets_steps_of_its_own(model: ToyModel, context: Context) -> None:
     groups = [asked(model, context, length) for length in (5, 6)]
-    slots = FreshSlots(context)
+    slots = Slots(context)
     admitted(groups, slots)
     writing(groups[0]), writing(groups[1])
     groups[0].sequences[0].alone_until = 6
@@ -221,7 +200,7 @@ def test_slots_may_ask_for_shorter_chunks(model: ToyModel, context: Context) -> 
 
 def test_who_has_no_slot_or_is_done_is_in_no_step(model: ToyModel, context: Context) -> None:
     groups = [asked(model, context, 5), asked(model, context, 6)]
-    slots = FreshSlots(context)
+    slots = Slots(context)
     admitted(groups[:1], slots)
     groups[0].end_cancelled()
     assert BatchScheduler().plan(groups, slots, BUDGET, turn=0) == []
@@ -235,7 +214,7 @@ def test_in_exact_mode_each_sequence_has_its_own_step_cut_at_fixed_places(
 ) -> None:
     """C10: whoever else is there, the cuts are the same."""
     groups = [asked(model, context, length) for length in (5, 25, 26)]
-    slots = FreshSlots(context)
+    slots = Slots(context)
     admitted(groups, slots)
     writing(groups[0])
     prompt = groups[1].sequences[0]

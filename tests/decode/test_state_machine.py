@@ -27,7 +27,7 @@ from decode.observed import (
 from decode.state_machine import life
 from perdure.cache.slots.cache import SlotCache
 from perdure.decode.executor import Executor
-from perdure.decode.scheduler import FreshSlots
+from perdure.decode.scheduler import Slots
 from perdure.decode.sequence import TokenSequence
 from perdure.memory import MEMORY_KINDS, MemorySpec, Recurrent
 
@@ -77,7 +77,7 @@ def _forgetful(release: Callable[..., None]) -> Callable[..., None]:
 
 
 def test_a_sequence_that_is_not_given_back_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    for slots in (SlotCache, FreshSlots):
+    for slots in (SlotCache, Slots):
         monkeypatch.setattr(slots, "release", _forgetful(slots.release))
     for cache in (0, 1 << 20):
         with open_toy(slots=2, cache=cache) as rt:

@@ -26,7 +26,6 @@ from perdure.decode.scheduler import (
     BatchScheduler,
     Budget,
     ExactScheduler,
-    FreshSlots,
     PrefillPacer,
     Scheduler,
     Slots,
@@ -112,7 +111,7 @@ class EngineLoop:
         self._budget = Budget(
             tokens=context.n_batch, rows=rows, chunk=self.pacer.chunk, alone=self.pacer.alone
         )
-        self.slots = slots or FreshSlots(context)
+        self.slots = slots or Slots(context)
         self._speculator = (
             Speculator(drafters, n_ctx=context.n_ctx, prepares=context.capabilities.asynchronous)
             if drafters and not exact

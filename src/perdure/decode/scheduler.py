@@ -106,15 +106,17 @@ Step: TypeAlias = Sequence[Chunk]
 Ready: TypeAlias = list[tuple[SequenceGroup, TokenSequence]]
 
 
-class Slots(Protocol):
-    """Assigns slots to requests. Only the engine thread calls it, between steps."""
+class Slots:
+    """Assigns slots to requests. Here each starts from an empty one, and nothing is kept between requests.
 
-    @property
-    def context(self) -> Context: ...
-    @property
-    def count(self) -> int:
+    Only the engine thread calls it, between steps.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.count = context.n_seq
         """How many requests can have a slot at once."""
-        ...
+        self._free = list(range(context.n_seq))
 
     def acquire(
         self,
@@ -131,47 +133,6 @@ class Slots(Protocol):
 
         It is computed with `adapters`, or where there are none given with those of the context. Which
         conversation it is of, and whether it is only beside one, says what may be evicted later."""
-        ...
-
-    def is_ready(self, prefix: PendingPrefix) -> bool:
-        """Whether the prefix is computed, or will not be: it is time to ask again."""
-        ...
-
-    def release(self, seq: int) -> None: ...
-
-    def chunk(self, seq: int, cached: int, count: int, checkpoint_at: Collection[int]) -> int:
-        """How many of the next `count` tokens one step may take, so that it ends where a checkpoint is due or
-        other adapters begin: `checkpoint_at` are lengths to come back to."""
-        ...
-
-    def timed(self, tokens: int, seconds: float) -> None:
-        """A step of so many tokens of prompts has taken so long."""
-        ...
-
-    def reached(self, seq: int, length: int, checkpoint_at: Collection[int]) -> None:
-        """A step has brought `seq` to `length` tokens of its prompt."""
-        ...
-
-
-class FreshSlots:
-    """Every request starts from an empty slot."""
-
-    def __init__(self, context: Context) -> None:
-        self.context = context
-        self.count = context.n_seq
-        self._free = list(range(context.n_seq))
-
-    def acquire(
-        self,
-        tokens: NDArray[np.int32],
-        *,
-        namespace: str = "",
-        adapters: AdapterSet | None = None,
-        reuse: bool = True,
-        pins: Sequence[KeptPrefix] = (),
-        conversation: str = "",
-        side: bool = False,
-    ) -> SlotAssignment | PendingPrefix | None:
         if not self._free:
             return None
         # The lowest: the engine batches neighbours together.
@@ -184,19 +145,22 @@ class FreshSlots:
         )
 
     def is_ready(self, prefix: PendingPrefix) -> bool:
+        """Whether the prefix is computed, or will not be: it is time to ask again."""
         return True
 
     def release(self, seq: int) -> None:
         self._free.append(seq)
 
     def chunk(self, seq: int, cached: int, count: int, checkpoint_at: Collection[int]) -> int:
+        """How many of the next `count` tokens one step may take, so that it ends where a checkpoint is due or
+        other adapters begin: `checkpoint_at` are lengths to come back to."""
         return self.context.same_adapters(seq, cached, count)
 
     def reached(self, seq: int, length: int, checkpoint_at: Collection[int]) -> None:
-        pass
+        """A step has brought `seq` to `length` tokens of its prompt."""
 
     def timed(self, tokens: int, seconds: float) -> None:
-        pass
+        """A step of so many tokens of prompts has taken so long."""
 
 
 def admit(waiting: Iterable[SequenceGroup], slots: Slots) -> Iterator[SequenceGroup]:

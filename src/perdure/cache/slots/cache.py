@@ -23,6 +23,7 @@ from perdure.cache.tiers.memory import MemoryTier
 from perdure.cache.tiers.tiered import Tiers
 from perdure.cache.tiers.write_behind import WriteBehind
 from perdure.decode.request import KeptPrefix, ReuseReport
+from perdure.decode.scheduler import Slots
 from perdure.decode.sequence import PendingPrefix, SlotAssignment
 from perdure.engine.adapters import AdapterSet
 from perdure.engine.context import Context
@@ -215,7 +216,7 @@ class SlotSwapper:
         return Filled(prefix.tiers, prefix.seconds, trouble)
 
 
-class SlotCache:
+class SlotCache(Slots):
     """Places requests so that as little as possible is computed, now and later.
 
     Always holds: what a sequence has is never thrown away while the budget has room for it; a request that
@@ -243,6 +244,7 @@ class SlotCache:
         in just those steps is used again, so that the next reply has the bits of a cold one.
 
         `eviction` says what goes first where there is no room."""
+        super().__init__(context)
         self._exact = exact
         if exact is not None:
             block_size, spacing = exact, max(1, spacing // exact) * exact
@@ -263,14 +265,12 @@ class SlotCache:
         self.tiers = Tiers(self.tier, lower)
         self.reused: dict[str, int] = {}
         self.computed = 0
-        self.context = context
         self.events = events or EventHub()
         self.blocks = BlockCache(
             context, self.tiers, block_size=block_size, exact=exact is not None, events=self.events
         )
         self.table = SlotTable(context, swap_slots=swap_slots)
         self.count = self.table.count
-        """How many requests can have a slot at once."""
         self._swapper = SlotSwapper(
             context,
             self.table.all,
@@ -397,19 +397,16 @@ class SlotCache:
             self._swapper.empty(slot)
 
     def chunk(self, seq: int, cached: int, count: int, checkpoint_at: Collection[int]) -> int:
-        """Where a memory cannot be cut, steps end at the places that are worth coming back to."""
         count = self.context.same_adapters(seq, cached, count)
         return self._checkpoints.chunk(cached, count, checkpoint_at)
 
     def reached(self, seq: int, length: int, checkpoint_at: Collection[int]) -> None:
-        """A step ended at `length`: keep a checkpoint if it is such a place."""
         places = (
             checkpoint_at if self._exact is None else {self.reusable_length(place) for place in checkpoint_at}
         )
         self._checkpoints.reached(seq, length, places)
 
     def timed(self, tokens: int, seconds: float) -> None:
-        """A step of so many tokens has taken so long."""
         self.tiers.rates.computed(tokens, seconds)
 
     def reusable_length(self, length: int) -> int:
