@@ -29,6 +29,7 @@ Value = str | int | float | bytes | None
 
 _with_bytes = json.JSONEncoder(default=lambda value: ["bytes", value.hex()]).encode
 _strict = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+_decode = json.JSONDecoder().raw_decode
 
 
 def row_checksum(*values: Value) -> bytes:
@@ -132,8 +133,8 @@ def read_session(row: Sequence[Value], advice: str = "") -> SessionInfo:
         kind=kind,  # type: ignore[arg-type]
         head=head,  # type: ignore[arg-type]
         depth=depth,  # type: ignore[arg-type]
-        settings=json.loads(settings),  # type: ignore[arg-type]
-        origin=json.loads(origin),  # type: ignore[arg-type]
+        settings=_decode(settings)[0],  # type: ignore[arg-type]
+        origin=_decode(origin)[0],  # type: ignore[arg-type]
         created=created,  # type: ignore[arg-type]
         updated=updated,  # type: ignore[arg-type]
         digest=digest,  # type: ignore[arg-type]
@@ -153,17 +154,11 @@ def _last_use(usage: Value) -> dict[str, Any]:
     """What the last turn of a session says of its model and its length. The turn's own digest proves it where
     the turn is read; a list shows it as it lies."""
     try:
-        facts = json.loads(usage) if isinstance(usage, str) else {}
-    except ValueError:
+        facts = _decode(usage)[0]  # type: ignore[arg-type]
+        model, counts = facts.get("model"), (facts.get("prompt_tokens"), facts.get("completion_tokens"))
+    except (TypeError, ValueError, AttributeError):
         return {}
-    if not isinstance(facts, dict):
-        return {}
-    counts = [facts.get(name) for name in ("prompt_tokens", "completion_tokens")]
-    model = facts.get("model")
-    return {
-        "model": model if isinstance(model, str) else "",
-        "tokens": sum(count for count in counts if is_whole(count)),
-    }
+    return {"model": model if isinstance(model, str) else "", "tokens": sum(filter(is_whole, counts))}
 
 
 def proved_session(row: Sequence[Any]) -> SessionInfo:
