@@ -257,10 +257,11 @@ class Eviction:
                 left = [conversation.lines.pop(0)]
         self._names += conversation.size
         changed = []
-        for name in {name for line in left for name in (*line.names, *line.tails)}.difference(names):
-            if self._blocks.get(name) == (key[1], Standing.CONVERSATION):
-                self._blocks[name] = key[1], Standing.SUPERSEDED
-                changed.append(name)
+        for line in left:
+            for name in (*line.names[_common(line.names, names) :], *line.tails):
+                if self._blocks.get(name) == (key[1], Standing.CONVERSATION):
+                    self._blocks[name] = key[1], Standing.SUPERSEDED
+                    changed.append(name)
         return changed
 
     def _grow(self, key: tuple[str, str], names: list[BlockId], tails: Sequence[BlockId]) -> Standing:
