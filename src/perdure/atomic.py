@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from perdure import system
 from perdure.errors import StoreError, StoreFullError, StoreReadOnlyError
@@ -39,6 +40,24 @@ def atomic_write(path: Path, *, private: bool = False, durable: bool = True) -> 
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """A table of JSON that saves work to do again. Empty where there is none, or no whole one."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def write_table(path: Path, table: Mapping[str, Any]) -> None:
+    """Write such a table. In somebody else's folder, or on a full disk, it is not, and the work is done
+    again."""
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path, durable=False) as file:
+            file.write(json.dumps(table, indent=1).encode())
 
 
 def open_private(path: Path) -> io.BufferedWriter:

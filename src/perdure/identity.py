@@ -7,11 +7,10 @@ import functools
 import hashlib
 import json
 import threading
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from perdure.atomic import atomic_write
+from perdure.atomic import read_table, write_table
 from perdure.config import settings
 from perdure.errors import InvalidInputError
 
@@ -111,23 +110,9 @@ def _cached_digest(path: Path, key: str) -> str:
         prefix = key.split("|", 1)[0] + "|"
         entries = {old: value for old, value in entries.items() if not old.startswith(prefix)}
         entries[key] = digest.hexdigest()
-        _write_digests(digests, entries)
+        write_table(digests, entries)
     return digest.hexdigest()
 
 
 def _read_digests(digests: Path) -> dict[str, str]:
-    try:
-        entries = json.loads(digests.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(entries, dict):
-        return {}
-    return {k: v for k, v in entries.items() if isinstance(v, str) and len(v) == 64}
-
-
-def _write_digests(digests: Path, entries: dict[str, str]) -> None:
-    # A file that cannot be written costs a hash next time, nothing else.
-    with suppress(OSError):
-        digests.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(digests, durable=False) as file:
-            file.write(json.dumps(entries, indent=0).encode())
+    return {k: v for k, v in read_table(digests).items() if isinstance(v, str) and len(v) == 64}

@@ -76,7 +76,7 @@ def prompt_text(words: Sequence[str], files: Sequence[Path], *, piped: bool) -> 
     named = [word for word in words if word != "-"]
     parts = [" ".join(named), *(_attached(file) for file in files)]
     if piped or "-" in words:
-        parts.append(_standard_input())
+        parts.append(standard_input())
     text = "\n\n".join(part for part in parts if part)
     if not text.strip():
         raise InvalidInputError("the prompt is empty")
@@ -108,9 +108,9 @@ def _attached(path: Path) -> str:
     return f"{path.name}:\n```\n{read_text(path).rstrip()}\n```"
 
 
-def _standard_input() -> str:
-    if sys.stdin is None or sys.stdin.closed:
-        raise typer.BadParameter("give a prompt, or pipe one in", param_hint="PROMPT")
+def standard_input(what: str = "a prompt", *, from_pipe: bool = False) -> str:
+    if sys.stdin is None or sys.stdin.closed or (from_pipe and sys.stdin.isatty()):
+        raise typer.BadParameter(f"give {what}, or pipe one in", param_hint="PROMPT")
     try:
         text = sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Literal, Unpack, cast
 from perdure.cli.output import terminal
 from perdure.config import N_CTX, settings
 from perdure.errors import StoreError, StoreLockedError
-from perdure.sessions.store.registry import has_sessions, store_folder
 
 if TYPE_CHECKING:
     from perdure import Runtime
@@ -127,12 +126,16 @@ def session_store_in(store: Path | None) -> Iterator[SessionStore]:
 def usual_store() -> Path:
     """The folder of the sessions where none is named, or the one that stands for the database of the config
     file."""
+    from perdure.sessions.store.registry import store_folder
+
     now = settings()
     return now.store if now.database is None else store_folder(now.database)
 
 
 def session_folder(store: Path | None, *, create: bool = False) -> Path:
     """The folder of the sessions. An error where there are none, unless they are to be created."""
+    from perdure.sessions.store.registry import has_sessions
+
     folder = store or usual_store()
     if not create and not has_sessions(folder):
         there = f" --store {shlex.quote(str(store))}" if store is not None else ""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, get_args
 from perdure.checks import check_one_of
 from perdure.cli.options.groups import REPLY_OPTIONS
 from perdure.cli.output import terminal, words
+from perdure.cli.output.progress import working
 from perdure.config import Overflow
 from perdure.errors import InvalidInputError, PerdureError, SessionError
 from perdure.options import options_of
@@ -221,8 +222,6 @@ def _save(chat: Conversation, file: str) -> None:
     if form == "markdown" or form == "jsonl":
         path.write_text(chat.session.transcript(form), encoding="utf-8")  # type: ignore[arg-type]
     else:
-        from perdure.cli.output.progress import working
-
         with working(f"Writing {path.name}") as progress:
             chat.session.export(path, progress=progress)
     terminal.tell(f"Saved to {path} ({words.size(path.stat().st_size)}).")

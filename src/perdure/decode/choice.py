@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Literal
 
 import numpy as np
 
+from perdure.closing import Closing
 from perdure.decode.request import Delta, Reply, Request
 from perdure.decode.stream import Stream
 from perdure.engine.contract import Tokenizer
@@ -37,7 +37,7 @@ class Choice:
         return self.logprob / len(self.tokens)
 
 
-class OptionScoring:
+class OptionScoring(Closing):
     """The options of one call, each with the stream of the request that scores it. What is wrong with them is
     raised before anything is computed."""
 
@@ -86,13 +86,7 @@ class OptionScoring:
         for stream in self.streams:
             stream.cancel()
 
-    def __enter__(self) -> OptionScoring:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.cancel()
+    close = cancel
 
     def ranked(self, scored: Sequence[Reply]) -> list[Choice]:
         """The likeliest first, out of the replies of `streams`."""

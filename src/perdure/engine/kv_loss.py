@@ -9,7 +9,6 @@ can tell from a file which one it is, so it is measured before such a type is us
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import math
 import threading
@@ -21,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from perdure.atomic import atomic_write
+from perdure.atomic import read_table, write_table
 from perdure.config import settings
 from perdure.engine.context import Context
 from perdure.engine.contract import ContextKeywords, Floats
@@ -196,7 +195,7 @@ def speed(
 
 def recall(model: Model, k_type: str, v_type: str) -> KvLoss | None:
     """What was measured before for this model."""
-    entry: Any = _read(_file()).get(model.digest, {}).get(type_name(k_type, v_type))
+    entry: Any = read_table(_file()).get(model.digest, {}).get(type_name(k_type, v_type))
     with suppress(TypeError):
         return KvLoss(**entry)
     return None
@@ -204,13 +203,9 @@ def recall(model: Model, k_type: str, v_type: str) -> KvLoss | None:
 
 def remember(model: Model, loss: KvLoss) -> None:
     with _lock:
-        known = _read(_file())
+        known = read_table(_file())
         known.setdefault(model.digest, {})[loss.name] = dataclasses.asdict(loss)
-        with suppress(OSError):
-            # Somebody else's folder, or a full disk: then it is measured again.
-            _file().parent.mkdir(parents=True, exist_ok=True)
-            with atomic_write(_file(), durable=False) as file:
-                file.write(json.dumps(known, indent=1).encode())
+        write_table(_file(), known)
 
 
 def check_kv_type(
@@ -255,11 +250,3 @@ def _greedy(context: Context, prompt: list[int]) -> list[int]:
 
 def _file() -> Path:
     return settings().home / "kv_loss.json"
-
-
-def _read(path: Path) -> dict[str, dict[str, dict[str, object]]]:
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -11,7 +11,6 @@ model computes is found first: on a GPU as far as it fits, with all experts on t
 from __future__ import annotations
 
 import dataclasses
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from perdure import system
-from perdure.atomic import atomic_write
+from perdure.atomic import read_table, write_table
 from perdure.config import settings
 from perdure.engine import kv_loss
 from perdure.engine.contract import ContextKeywords, LoadingKeywords
@@ -161,7 +160,7 @@ def _placed(what: str, model: Model, progress: Callable[[Trial], None] | None) -
 
 def recall_place(digest: Callable[[], str]) -> LoadingKeywords:
     """What was remembered for a model on this machine. `digest` is asked only where something was."""
-    known = _read(_file())
+    known = read_table(_file())
     if not any(key.startswith(_PLACEMENT) for key in known):
         return {}
     place = known.get(_place_key(digest()))
@@ -171,7 +170,7 @@ def recall_place(digest: Callable[[], str]) -> LoadingKeywords:
 def recall(model: Model) -> Tuning | None:
     """What was remembered for this model on this machine."""
     # Whoever never tuned anything must not wait for the digest of a large file.
-    if not (known := _read(_file())):
+    if not (known := read_table(_file())):
         return None
     entry: Any = known.get(_key(model))
     with suppress(TypeError):
@@ -262,21 +261,10 @@ def _file() -> Path:
     return settings().home / "tuning.json"
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
 def _write(key: str, value: dict[str, Any] | None) -> None:
     with _lock:
-        known = _read(_file())
+        known = read_table(_file())
         known.pop(key, None)
         if value is not None:
             known[key] = value
-        with suppress(OSError):
-            _file().parent.mkdir(parents=True, exist_ok=True)
-            with atomic_write(_file(), durable=False) as file:
-                file.write(json.dumps(known, indent=1).encode())
+        write_table(_file(), known)

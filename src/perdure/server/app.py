@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from perdure.server.api import analysis, cache, events, machine, models, page, sessions, where
+from perdure.server.api import analysis, cache, events, machine, models, page, sessions
 from perdure.server.core import api_error
 from perdure.server.core.api_error import too_many_connections
 from perdure.server.core.app_state import AppState
@@ -45,7 +45,6 @@ _API = (
     machine.router,
     machine.operation,
     events.router,
-    where.router,
     llama_server.router,
     sglang.router,
 )

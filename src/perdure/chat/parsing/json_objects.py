@@ -34,11 +34,9 @@ class JsonCalls(CallFormat):
         leads: str = "",
         opener_is_text: bool = False,
         known_only: bool = False,
-        id_last: bool = False,
     ) -> None:
         """`openers` are others that models write. With `opener_is_text`, plain text may hold the opener;
-        with `known_only`, only known tools count behind it, too. `id_last` says that an object's id stands
-        behind its arguments, so that these have to wait for it."""
+        with `known_only`, only known tools count behind it, too."""
         opener = (writer.start + writer.head).partition("{")[0].rstrip("[ \n")
         close = (writer.tail + writer.end).strip("]} \n")
         openers = openers or ((opener,) if opener else ())
@@ -46,19 +44,19 @@ class JsonCalls(CallFormat):
         text_openers = openers if opener_is_text else ()
         super().__init__(writer, openers=openers, marks=marks, leads=leads, text_openers=text_openers)
         self._known_only = known_only
-        self._id_last = id_last
         self._closing = "" if marks else close
 
     def parser(self, opener: str, tools: Sequence[Tool]) -> CallParser:
         known = frozenset(tool.name for tool in tools) if not opener or self._known_only else None
-        return JsonObjectsParser(known, id_last=self._id_last, closing=self._closing)
+        return JsonObjectsParser(known, closing=self._closing)
 
 
 class JsonObjectsParser(CallParser):
     """JSON objects with a name and arguments: one, several, or a list of them.
 
     With `names`, only calls of these count, and nothing but a call may stand in an object: for formats
-    that do not mark their calls.
+    that do not mark their calls. `id_last` says that an object's id stands behind its arguments, so that
+    these have to wait for it.
     """
 
     def __init__(

@@ -20,6 +20,7 @@ from perdure.cli.options.shared import Json
 from perdure.cli.output import terminal, words
 from perdure.cli.output.facts import print_json
 from perdure.cli.output.terminal import note
+from perdure.cli.runtime import usual_store
 from perdure.config import settings
 from perdure.errors import PerdureError
 
@@ -109,7 +110,6 @@ def stop(
 
 def status(as_json: Json = False) -> None:
     """Show the server in the background, and who uses the store. The exit code is 1 where no server runs."""
-    from perdure.cli.runtime import usual_store
     from perdure.store.owner import read_owner
 
     running = current()

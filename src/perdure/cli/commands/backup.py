@@ -13,6 +13,8 @@ from perdure import system
 from perdure.cli.options.shared import Json
 from perdure.cli.output import terminal, words
 from perdure.cli.output.facts import print_json
+from perdure.cli.output.progress import working
+from perdure.cli.runtime import session_folder
 
 if TYPE_CHECKING:
     from perdure.sessions.store.registry import Backup
@@ -33,8 +35,6 @@ def backup(
     as_json: Json = False,
 ) -> None:
     """Copy all sessions of a store into one file. The store may be in use meanwhile."""
-    from perdure.cli.output.progress import working
-    from perdure.cli.runtime import session_folder
     from perdure.sessions.store.registry import back_up
 
     with working(f"Writing {file.name}") as progress:
@@ -48,7 +48,6 @@ def restore(
     as_json: Json = False,
 ) -> None:
     """Make a store from a backup. What cannot be proved is left out and named, and the exit code is 1."""
-    from perdure.cli.output.progress import working
     from perdure.sessions.store.registry import restore as restore_store
 
     with working(f"Reading {file.name}") as progress:
@@ -78,25 +77,14 @@ def migrate(
     interrupted is run again: it goes on where it was. State stays behind, and the first turn of a session
     computes it again. The exit code is 1 if anything was left out.
     """
-    from perdure.cli.output.progress import working
-    from perdure.cli.runtime import session_folder
     from perdure.sessions.store.registry import migrate as migrate_store
     from perdure.sessions.store.registry import store_folder
 
     with working("Copying") as progress:
         made = migrate_store(session_folder(store_folder(source)), store_folder(target), progress)
     if as_json:
-        print_json(
-            {
-                "sessions": made.sessions,
-                "turns": made.turns,
-                "memories": made.memories,
-                "ahead": made.ahead,
-                "changing": made.changing,
-                "left_out": [{"what": what, "why": why} for what, why in made.left_out],
-                "whole": made.whole,
-            }
-        )
+        left_out = [{"what": what, "why": why} for what, why in made.left_out]
+        print_json({**asdict(made), "left_out": left_out, "whole": made.whole})
     else:
         typer.echo(
             f"{words.count(made.sessions, 'session')} and {made.memories} memories are there and proved; "

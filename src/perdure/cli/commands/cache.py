@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -16,8 +15,10 @@ import typer
 from perdure.cli.options.shared import AfterId, Ctx, Json, Limit, ModelFor, StoreFolder, Yes, parse_auto
 from perdure.cli.output.facts import print_json
 from perdure.cli.output.terminal import load
+from perdure.cli.prompt import standard_input
+from perdure.cli.runtime import usual_store
 from perdure.config import N_CTX, STORE_BYTES
-from perdure.errors import InvalidInputError, StoreError, StoreKeyError
+from perdure.errors import StoreError, StoreKeyError
 
 if TYPE_CHECKING:
     from perdure.cache.block import BlockMeta
@@ -86,10 +87,9 @@ def warm(
 ) -> None:
     """Compute the state of a text once, and keep it for every later run."""
     from perdure.backend import LocalBackend
-    from perdure.cli.runtime import usual_store
     from perdure.sessions.store.registry import encryption_of
 
-    text = _piped() if prompt is None or prompt == "-" else prompt
+    text = standard_input("a text", from_pipe=True) if prompt is None or prompt == "-" else prompt
     folder = store or usual_store()
     with closing(
         LocalBackend(
@@ -133,7 +133,6 @@ def clear(
     if bool(labels) == everything:
         raise typer.BadParameter("give labels, or --all")
     from perdure.chat.beginnings import FOLDER as BEGINNINGS
-    from perdure.cli.runtime import usual_store
 
     count = freed = 0
     if everything and (lost := _without_key(store)):
@@ -195,23 +194,11 @@ def verify(store: StoreFolder = None, as_json: Json = False) -> None:
         raise typer.Exit(1)
 
 
-def _piped() -> str:
-    if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty():
-        raise typer.BadParameter("give a text, or pipe one in", param_hint="PROMPT")
-    try:
-        text = sys.stdin.buffer.read().decode()
-    except UnicodeDecodeError as error:
-        raise InvalidInputError(f"standard input is not UTF-8 text (byte {error.start})") from None
-    # The one newline that every pipe ends with is nobody's wish.
-    return text.removesuffix("\n").removesuffix("\r")
-
-
 @contextmanager
 def _opened(store: Path | None, *, readonly: bool, rebuild: bool = False) -> Iterator[list[DiskTier]]:
     """All folders of a store that have blocks."""
     from perdure.cache.tiers.archive import block_folders
     from perdure.cache.tiers.disk import DiskTier
-    from perdure.cli.runtime import usual_store
     from perdure.sessions.store.registry import encryption_of
 
     folder = store or usual_store()
@@ -235,7 +222,6 @@ def _without_key(store: Path | None) -> list[Path]:
     """The folders whose blocks cannot be read, because they are encrypted and their key is not at hand."""
     from perdure.cache.tiers.archive import block_folders
     from perdure.cache.tiers.encryption import check_mark, read_mark
-    from perdure.cli.runtime import usual_store
     from perdure.sessions.store.registry import encryption_of
 
     folder, lost = store or usual_store(), []

@@ -16,6 +16,7 @@ from perdure.cli.options.groups import ConversationOptions, EngineOptions, Sampl
 from perdure.cli.options.shared import first_word
 from perdure.cli.output import terminal
 from perdure.cli.prompt import read_text, split_model, system_text
+from perdure.cli.runtime import usual_store
 from perdure.config import N_CTX, Overflow
 
 if TYPE_CHECKING:
@@ -162,7 +163,6 @@ def _settings(schema: Path | None, overflow: Overflow, max_tokens: int | None) -
 
 def _folder(store: Path | None, *, in_use: bool) -> Path:
     """Where sessions are kept. If it will be used and cannot be, that is told before a model is loaded."""
-    from perdure.cli.runtime import usual_store
     from perdure.sessions.store.registry import has_sessions, open_store
 
     folder = store or usual_store()

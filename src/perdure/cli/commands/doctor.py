@@ -15,9 +15,10 @@ import typer
 
 from perdure import system
 from perdure.atomic import atomic_write
-from perdure.cli.options.shared import Json, StoreFolder, model_names
+from perdure.cli.options.shared import Json, StoreFolder, model_option
 from perdure.cli.output import terminal
 from perdure.cli.output.facts import print_json
+from perdure.cli.runtime import usual_store
 from perdure.config import STORE_BYTES, settings
 from perdure.engine import registry
 from perdure.engine.registry import Finding
@@ -33,13 +34,8 @@ _SAMPLE = 200
 def doctor(
     model: Annotated[
         str | None,
-        typer.Option(
-            "--model",
-            "-m",
-            metavar="MODEL",
-            autocompletion=model_names,
-            show_default="the default one, if it is here",
-            help="A model that must fit into memory.",
+        model_option(
+            show_default="the default one, if it is here", help="A model that must fit into memory."
         ),
     ] = None,
     store: StoreFolder = None,
@@ -63,8 +59,6 @@ def doctor(
 
     The exit code is 1 if something is bad. Nothing is changed.
     """
-    from perdure.cli.runtime import usual_store
-
     if report is not None and report.exists():
         raise typer.BadParameter(f"{report} is there already; name a new file", param_hint="--report")
     folder = store or usual_store()

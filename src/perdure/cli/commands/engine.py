@@ -11,6 +11,7 @@ from rich.filesize import decimal
 
 from perdure.cli.options.shared import Json, Yes
 from perdure.cli.output.facts import print_json
+from perdure.cli.output.progress import fetching
 from perdure.cli.output.terminal import may_fetch, write_line
 from perdure.errors import EngineLibraryError, LibraryFetchError
 
@@ -37,14 +38,14 @@ class Row:
     """One line of the list: a library that is here, or the one that would be fetched."""
 
     name: str
-    backend: str
+    backend: str = ""
     version: str
     origin: str
     licence: str
-    nbytes: int | None
+    nbytes: int | None = None
     """On disk, or to fetch."""
-    folder: str | None
-    used: bool
+    folder: str | None = None
+    used: bool = False
     why: str
     """Why it is used, or why not."""
     variant: str | None = None
@@ -92,7 +93,6 @@ def install(
     from a terminal after a question.
     """
     from perdure import libraries
-    from perdure.cli.output.progress import fetching
 
     if source is not None and backend is not None:
         raise typer.BadParameter("give a backend or --from, not both", param_hint="BACKEND")
@@ -124,7 +124,6 @@ def install(
 def _install_best(*, yes: bool) -> None:
     """Install the first package, of those that can run here, whose GPU runs."""
     from perdure import libraries
-    from perdure.cli.output.progress import fetching
     from perdure.libraries.machine import installable, read_machine
 
     machine = read_machine()
@@ -213,7 +212,6 @@ def check(
 
 
 def _probe(name: str | None) -> ProbeResult:
-    from perdure.cli.output.progress import fetching
     from perdure.engine.llama.native import probe
     from perdure.engine.llama.native.source import LibrarySource, find_library
     from perdure.libraries import find
@@ -279,13 +277,10 @@ def _row(source: LibrarySource, choice: ChosenLibrary | None, failed: ProbeResul
         if entry is not None
         else Row(
             name=source.kind,
-            backend="",
             version=source.version,
             origin=source.kind,
             licence="MIT" if source.kind == "llama-cpp-python" else "",
-            nbytes=None,
             folder=str(source.folder),
-            used=False,
             why=why,
         )
     )
@@ -304,7 +299,6 @@ def _entry_row(entry: Installed, *, why: str) -> Row:
         licence=entry.licence,
         nbytes=entry.nbytes,
         folder=str(entry.folder),
-        used=False,
         why=why,
     )
 
@@ -329,8 +323,6 @@ def _absent(there: set[str], *, used: bool) -> list[Row]:
                     origin=package.spec,
                     licence=package.licence,
                     nbytes=package.fetched,
-                    folder=None,
-                    used=False,
                     why="fetched when it is first needed" if usual else f"perdure engine install {backend}",
                 )
             )

@@ -14,6 +14,7 @@ from perdure.cli.options.shared import Json, StoreFolder
 from perdure.cli.output import terminal
 from perdure.cli.output.facts import print_json
 from perdure.cli.output.terminal import write_columns
+from perdure.cli.runtime import usual_store
 from perdure.config import settings
 from perdure.errors import InvalidInputError
 
@@ -211,7 +212,6 @@ def usage(file: File = None, store: StoreFolder = None, as_json: Json = False) -
 
 def _database(file: Path | None, store: Path | None) -> Path | None:
     """The folder that stands for the database whose keys are meant; None where a file is."""
-    from perdure.cli.runtime import usual_store
     from perdure.sessions.store.postgres.place import place_in
 
     folder = store or usual_store()

@@ -9,6 +9,7 @@ import typer
 from perdure.cli.options.shared import AfterAddress, Json, Limit, Namespace, StoreFolder, session_names
 from perdure.cli.output import terminal, words
 from perdure.cli.output.facts import print_json, tell
+from perdure.cli.runtime import sessions_in
 from perdure.errors import AmbiguousError
 
 if TYPE_CHECKING:
@@ -37,8 +38,6 @@ def search(
     as_json: Json = False,
 ) -> None:
     """List memories: all, or those that match every option given."""
-    from perdure.cli.runtime import sessions_in
-
     with sessions_in(store, readonly=True) as sessions:
         memories = sessions.memories.search(
             label=label,
@@ -72,8 +71,6 @@ def wake(
     as_json: Json = False,
 ) -> None:
     """Start a new session from a memory. It is checked first."""
-    from perdure.cli.runtime import sessions_in
-
     with sessions_in(store, readonly=False) as sessions:
         try:
             made = sessions.memories.wake(address, name, namespace=namespace)
@@ -90,8 +87,6 @@ def forget(
     address: Address, namespace: Namespace = "", store: StoreFolder = None, as_json: Json = False
 ) -> None:
     """Delete a memory. Its session stays."""
-    from perdure.cli.runtime import sessions_in
-
     with sessions_in(store, readonly=False) as sessions:
         sessions.memories.forget(address, namespace)
     tell(as_json, f"forgot {address}", {"forgotten": address})

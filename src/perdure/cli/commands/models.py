@@ -16,6 +16,7 @@ from perdure.cli.commands.agents.why import Key, Url, ask
 from perdure.cli.options.shared import Json, Yes, model_names
 from perdure.cli.output import terminal, words
 from perdure.cli.output.facts import print_json
+from perdure.cli.output.progress import fetching
 from perdure.cli.output.terminal import harmless, write_columns
 from perdure.config import settings
 from perdure.errors import OutOfMemoryError
@@ -59,7 +60,6 @@ def inspect(
 
     Of a LoRA or a control vector: what it changes, and of which architecture.
     """
-    from perdure.cli.output.progress import fetching
     from perdure.engine.registry import engine_for
     from perdure.models.adapter_file import adapter_of, is_adapter
     from perdure.models.header import read_header
@@ -352,7 +352,6 @@ def pull(
 ) -> None:
     """Fetch a model, unless it is here already, and print its path."""
     from perdure import models
-    from perdure.cli.output.progress import fetching
 
     with fetching(name or "the default model") as progress:
         path = models.pull(name, progress)

@@ -14,6 +14,7 @@ from perdure.cli.options import shared
 from perdure.cli.options.groups import ConversationOptions, EngineOptions, SamplingOptions, unfolded
 from perdure.cli.output import terminal
 from perdure.cli.prompt import read_text
+from perdure.cli.runtime import opened, session_folder, sessions_in, usual_store
 from perdure.errors import InvalidInputError, SessionNotFoundError
 
 if TYPE_CHECKING:
@@ -99,7 +100,6 @@ def run(
     from perdure.cli import prompt as prompts
     from perdure.cli.asking import Asking, Output, has_no_template
     from perdure.cli.commands.chat import converse
-    from perdure.cli.runtime import opened, usual_store
 
     # Whatever is wrong with the request is told before a model is fetched or loaded.
     session, store = conversation.session, conversation.store
@@ -168,7 +168,6 @@ def run(
 
 def _latest(store: Path | None) -> str:
     """The session that was used last."""
-    from perdure.cli.runtime import session_folder, sessions_in
     from perdure.sessions.store.registry import has_sessions
 
     folder = session_folder(store, create=True)

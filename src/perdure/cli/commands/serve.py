@@ -17,8 +17,9 @@ from perdure.cli.commands.background import open_browser
 from perdure.cli.options import shared
 from perdure.cli.options.groups import EngineOptions, SamplingOptions, unfolded
 from perdure.cli.options.live import LiveOptions
-from perdure.cli.options.shared import model_names
+from perdure.cli.output.progress import fetching
 from perdure.cli.output.terminal import agrees, note
+from perdure.cli.runtime import usual_store
 from perdure.config import N_CTX, QUEUE, SLOTS, STORE_BYTES
 from perdure.errors import InvalidInputError
 
@@ -38,15 +39,7 @@ _OLLAMA = 11434
 @unfolded
 def serve(
     context: typer.Context,
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL",
-            autocompletion=model_names,
-            show_default="that of `perdure config show`, else the small default model",
-            help="A .gguf file, or any name that `perdure pull` takes.",
-        ),
-    ] = None,
+    model: shared.ModelName = None,
     models: Annotated[
         list[str] | None,
         typer.Option(
@@ -205,8 +198,6 @@ def serve(
     told to stop.
     """
     from perdure.cli.options.live import SettingsReload, is_given, live_settings, set_log_level
-    from perdure.cli.output.progress import fetching
-    from perdure.cli.runtime import usual_store
     from perdure.engine import registry
     from perdure.engine.kv_loss import parse_kv_type
     from perdure.sessions.store.registry import cluster_key, encryption_of

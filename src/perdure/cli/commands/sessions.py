@@ -28,7 +28,9 @@ from perdure.cli.options.shared import (
 )
 from perdure.cli.output import terminal, words
 from perdure.cli.output.facts import print_json, tell
+from perdure.cli.output.progress import working
 from perdure.cli.output.words import quoted
+from perdure.cli.runtime import opened, session_folder, session_store_in, sessions_in
 from perdure.config import N_CTX
 from perdure.errors import InvalidInputError
 
@@ -107,7 +109,6 @@ def ls(
     as_json: Json = False,
 ) -> None:
     """List the sessions, the latest first. Those that an agent started stand below its own."""
-    from perdure.cli.runtime import session_store_in
     from perdure.sessions.info import as_tree
 
     with session_store_in(store) as session_store:
@@ -141,8 +142,6 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show a session. What was said in it, its system prompt, settings and dates."""
-    from perdure.cli.runtime import sessions_in
-
     with sessions_in(store, readonly=True) as sessions:
         row = sessions.store.find(namespace, name)
         session = sessions.get(name, namespace)
@@ -180,8 +179,6 @@ def show(
 
 def sizes(store: StoreFolder = None, as_json: Json = False) -> None:
     """Show how much each namespace of a server has. Numbers of sessions, turns and bytes, never texts."""
-    from perdure.cli.runtime import sessions_in
-
     with sessions_in(store, readonly=True) as sessions:
         sizes = sessions.store.sizes()
     if as_json:
@@ -228,8 +225,6 @@ def fork(
 
     As it is, or as it was after an earlier turn. What the two have in common is stored once.
     """
-    from perdure.cli.runtime import sessions_in
-
     with sessions_in(store, readonly=False) as sessions:
         made = sessions.get(name, namespace).fork(new, turn=turn)
         turns = words.count(made.turns, "turn")
@@ -247,8 +242,6 @@ def rewind(
     as_json: Json = False,
 ) -> None:
     """Take back the last turns. They are deleted, unless a fork or a memory has them."""
-    from perdure.cli.runtime import sessions_in
-
     with sessions_in(store, readonly=False) as sessions:
         session = sessions.get(name, namespace)
         session.rewind(turns, to=to)
@@ -278,8 +271,6 @@ def label(
 
     `perdure sessions memories wake` starts a new session there.
     """
-    from perdure.cli.runtime import sessions_in
-
     with sessions_in(store, readonly=False) as sessions:
         memory = sessions.get(name, namespace).label(label, kind=kind, turn=turn, note=note)
     tell(as_json, memory.address, memories.plain(memory))
@@ -300,8 +291,6 @@ def rm(
     as_json: Json = False,
 ) -> None:
     """Delete sessions. Forks and memories of them stay."""
-    from perdure.cli.runtime import sessions_in
-
     with sessions_in(store, readonly=False) as sessions:
         # All are looked up first: a wrong name deletes none.
         removed = [sessions.store.find(namespace, name).name for name in dict.fromkeys(names)]
@@ -372,8 +361,6 @@ def verify(store: StoreFolder = None, as_json: Json = False) -> None:
     The exit code is 0 when all is well, 1 if anything was wrong, and 3 if nothing was, but blocks of state
     could not be looked at since a server or a chat has the store open.
     """
-    from perdure.cli.output.progress import working
-    from perdure.cli.runtime import session_folder
     from perdure.sessions.store.registry import verify as verify_store
 
     folder = session_folder(store)
@@ -394,8 +381,6 @@ def awake(
     store: Path | None, model: str | None, name: str, namespace: str
 ) -> Iterator[tuple[Runtime, Session]]:
     """A session with an engine that has room for it. Whatever is wrong is told before a model is loaded."""
-    from perdure.cli.runtime import opened, session_folder, sessions_in
-
     with sessions_in(store, readonly=True) as sessions:
         needed = len(sessions.get(name, namespace).tokens)
     ctx = needed + 1 if needed >= N_CTX else None
@@ -468,9 +453,6 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write a session to a file. Whole, to import it elsewhere, or as text."""
-    from perdure.cli.output.progress import working
-    from perdure.cli.runtime import sessions_in
-
     if file.exists() and not force:
         raise InvalidInputError(f"{file} exists already: choose another name, or --force")
     suffix = file.suffix.lower()
@@ -521,8 +503,6 @@ def import_(
     as_json: Json = False,
 ) -> None:
     """Read a session from a file. All of it is checked first, and what is left out is said."""
-    from perdure.cli.output.progress import working
-    from perdure.cli.runtime import opened, session_folder, sessions_in
     from perdure.sessions.export import manifest_of
     from perdure.sessions.store.registry import has_sessions
 

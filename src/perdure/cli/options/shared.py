@@ -149,6 +149,8 @@ def _kv_types(text: str | None) -> str | None:
     return text
 
 
+_USUAL_MODEL = "that of `perdure config show`, else the small default model"
+model_option = partial(typer.Option, "--model", "-m", metavar="MODEL", autocompletion=model_names)
 Words = Annotated[
     list[str] | None,
     typer.Argument(
@@ -162,24 +164,16 @@ Words = Annotated[
 ]
 Model = Annotated[
     str | None,
-    typer.Option(
-        "--model",
-        "-m",
-        metavar="MODEL",
-        show_default=False,
-        autocompletion=model_names,
-        help="The model. With it, all words belong to the prompt.",
-    ),
+    model_option(show_default=False, help="The model. With it, all words belong to the prompt."),
 ]
-ModelFor = Annotated[
+ModelFor = Annotated[str | None, model_option(show_default=_USUAL_MODEL, help="The model to use.")]
+ModelName = Annotated[
     str | None,
-    typer.Option(
-        "--model",
-        "-m",
+    typer.Argument(
         metavar="MODEL",
         autocompletion=model_names,
-        show_default="that of `perdure config show`, else the small default model",
-        help="The model to use.",
+        show_default=_USUAL_MODEL,
+        help="A .gguf file, or any name that `perdure pull` takes.",
     ),
 ]
 Session = Annotated[

@@ -8,20 +8,28 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from rich.console import Console
 from rich.filesize import decimal
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from perdure.models import Progress
 
 _PATIENCE = 1.0
 """Seconds of waiting that need no word."""
 
 
+def _console() -> Console:
+    """Standard error. What draws there is slow to import."""
+    from rich.console import Console
+
+    return Console(stderr=True)
+
+
 @contextmanager
 def fetching(name: str) -> Iterator[Progress]:
     """A progress callback for the fetch of `name`, on standard error. Silent if nothing is fetched."""
-    console = Console(stderr=True)
+    console = _console()
     with _bar(console, name) if console.is_terminal else _lines(console, name) as report:
         yield report
 
@@ -88,7 +96,7 @@ def working(what: str) -> Iterator[Callable[[int, int], None]]:
     """A callback for work whose end is known, on standard error: a bar in a terminal, nothing elsewhere."""
     from rich import progress as rich_progress
 
-    console = Console(stderr=True)
+    console = _console()
     bar = rich_progress.Progress(
         rich_progress.TextColumn("{task.description}", markup=False),
         rich_progress.BarColumn(),
@@ -115,7 +123,7 @@ class Prompt(Protocol):
 def reading(prompt: Prompt, watched: bool = True) -> Iterator[Callable[[], None]]:
     """Tells somebody who waits for a reply's first words how much of the prompt is read, and since when.
     The callback says that they have come."""
-    console = Console(stderr=True)
+    console = _console()
     if not (watched and console.is_terminal and not console.is_dumb_terminal):
         yield lambda: None
         return

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,66 +44,46 @@ class Metrics:
     def __init__(self, runtimes: Callable[[], Sequence[Runtime]]) -> None:
         """`runtimes` gives those whose engines are known at the moment."""
         self.registry = CollectorRegistry()
-        self._requests = Counter(
+        counter = partial(Counter, registry=self.registry)
+        histogram = partial(Histogram, registry=self.registry)
+        self._requests = counter(
             "perdure_requests",
             "Requests by route and status; 499 is a client that left",
             ("method", "route", "status"),
-            registry=self.registry,
         )
-        self._durations = Histogram(
+        self._durations = histogram(
             "perdure_request_seconds",
             "Seconds from the headers of a request to the end of its answer",
             ("route",),
             buckets=_SECONDS,
-            registry=self.registry,
         )
-        self._first = Histogram(
-            "perdure_first_token_seconds",
-            "Seconds from submission to the first token",
-            buckets=_SECONDS,
-            registry=self.registry,
+        self._first = histogram(
+            "perdure_first_token_seconds", "Seconds from submission to the first token", buckets=_SECONDS
         )
-        self._speed = Histogram(
-            "perdure_tokens_per_second",
-            "Tokens a second of a reply, after its first",
-            buckets=_SPEEDS,
-            registry=self.registry,
+        self._speed = histogram(
+            "perdure_tokens_per_second", "Tokens a second of a reply, after its first", buckets=_SPEEDS
         )
-        self._tokens = Counter(
-            "perdure_tokens", "Tokens by what they were", ("kind",), registry=self.registry
-        )
-        self._key_tokens = Counter(
+        self._tokens = counter("perdure_tokens", "Tokens by what they were", ("kind",))
+        self._key_tokens = counter(
             "perdure_key_tokens",
             "Tokens by the namespace of their key, and by what they were",
             ("namespace", "kind"),
-            registry=self.registry,
         )
-        self._key_replies = Counter(
-            "perdure_key_replies",
-            "Replies by the namespace of their key",
-            ("namespace",),
-            registry=self.registry,
+        self._key_replies = counter(
+            "perdure_key_replies", "Replies by the namespace of their key", ("namespace",)
         )
-        self._not_kept = Counter(
-            "perdure_turns_not_kept",
-            "Turns that the store refused: the disk is full, or cannot be written",
-            registry=self.registry,
+        self._not_kept = counter(
+            "perdure_turns_not_kept", "Turns that the store refused: the disk is full, or cannot be written"
         )
-        self._reused = Counter(
-            "perdure_reused_tokens",
-            "Prompt tokens that were not computed, by tier",
-            ("tier",),
-            registry=self.registry,
+        self._reused = counter(
+            "perdure_reused_tokens", "Prompt tokens that were not computed, by tier", ("tier",)
         )
-        self._warmed = Counter(
+        self._warmed = counter(
             "perdure_warmed_tokens",
             "Tokens of known clients' prompts that were woken after the start, or computed again",
             ("source",),
-            registry=self.registry,
         )
-        self._finished = Counter(
-            "perdure_replies", "Replies by how they ended", ("finish_reason",), registry=self.registry
-        )
+        self._finished = counter("perdure_replies", "Replies by how they ended", ("finish_reason",))
         self.registry.register(_Engine(runtimes))
 
     def request(self, method: str, route: str, status: int, seconds: float) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -15,7 +14,7 @@ from perdure.chat.reply import CallDelta, ChatDelta, ChatReply
 from perdure.decode.request import KeptPrefix, TokenLogprob
 from perdure.server.core.api_error import ApiError, invalid, unreadable
 from perdure.server.core.app_state import AppState
-from perdure.server.core.protocol import DONE, Events, EventTemplate, event
+from perdure.server.core.protocol import Events, event
 from perdure.server.core.schemas import (
     Items,
     MissAnswer,
@@ -31,9 +30,10 @@ from perdure.server.core.schemas import (
 from perdure.server.protocols.conversation_names import NamingFields
 from perdure.server.protocols.openai import (
     AnswerHead,
+    ChunkWriter,
     PromptCacheOptions,
     cache_marks,
-    finite,
+    logprobs_of,
     tier_options,
 )
 from perdure.server.protocols.reply_request import ReplyRequest, SessionExtension, extend
@@ -368,21 +368,10 @@ class ChatAnswer(ResponseSchema):
 
 def extension(reply: ChatReply, session: str | None = None) -> ExtensionAnswer:
     """How a reply came about, as every protocol tells it."""
-    return ExtensionAnswer(
-        reuse=ReuseAnswer.model_validate(reply.reuse),
-        miss=None if reply.miss is None else MissAnswer.model_validate(reply.miss),
-        timings=TimingsAnswer.model_validate(reply.timings),
-        seed=reply.seed,
-        dropped=reply.dropped,
-        problems=list(reply.problems),
-        notes=list(reply.notes),
-        session=session,
-        kept=reply.kept,
-        not_kept=reply.not_kept or None,
-    )
+    return ExtensionAnswer.copy_of(reply, session=session, not_kept=reply.not_kept or None)
 
 
-class ChatHead(AnswerHead):
+class ChatHead(AnswerHead[ChatReply]):
     """The head of chat answers, and what they say of a reply."""
 
     prefix = "chatcmpl"
@@ -419,23 +408,7 @@ class ChatHead(AnswerHead):
     def logprobs(self, entries: Sequence[TokenLogprob] | None) -> LogprobsAnswer | None:
         if not self._with_logprobs:
             return None
-        return LogprobsAnswer(
-            content=[
-                TokenAnswer(
-                    **self._token(entry.token, entry.logprob),
-                    top_logprobs=[TopLogprob(**self._token(top.token, top.logprob)) for top in entry.top],
-                )
-                for entry in entries or ()
-            ]
-        )
-
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        piece = self.piece(token)
-        return {
-            "token": piece.decode("utf-8", "replace"),
-            "logprob": finite(logprob),
-            "bytes": list(piece),
-        }
+        return LogprobsAnswer.model_validate({"content": logprobs_of(entries, self.piece)})
 
     def _choice(self, reply: ChatReply) -> Choice:
         calls = [
@@ -457,17 +430,12 @@ class ChatHead(AnswerHead):
 # Chat answers as a stream: chunks in OpenAI's shape, and `[DONE]` at the end.
 
 
-class ChatWriter:
-    """Chunks in OpenAI's shape. Every sample opens once and ends once, whatever happens in between."""
+class ChatWriter(ChunkWriter[ChatReply]):
+    """Chunks of chats. Every sample opens once, too."""
 
-    def __init__(self, head: ChatHead, n: int, *, include_usage: bool) -> None:
-        self._head = head
-        self._open = set(range(n))
-        self._usage: dict[str, Any] = {"usage": None} if include_usage else {}
-        self._templates = [EventTemplate(functools.partial(self._text, index)) for index in range(n)]
-
-    def keep_alive(self, progress: dict[str, Any]) -> Events:
-        return [event(self._chunk(min(self._open, default=0), {}, more=progress))]
+    new = "delta"
+    nothing: ClassVar[dict[str, Any]] = {}
+    _head: ChatHead
 
     def start(self) -> Events:
         return [
@@ -489,35 +457,8 @@ class ChatWriter:
             return ()
         return [event(self._chunk(delta.index, new, logprobs=logprobs.model_dump() if logprobs else None))]
 
-    def end(self, replies: Sequence[ChatReply]) -> Events:
-        chunks = []
-        for reply in replies:
-            self._open.discard(reply.index)
-            extension = self._head.extension(reply).model_dump()
-            chunks.append(self._chunk(reply.index, {}, reply.finish_reason, more={"perdure": extension}))
-        if self._usage:
-            usage = UsageAnswer.of([reply.usage for reply in replies])
-            chunks.append(self._head.chunk([], {"usage": usage.model_dump()}))
-        return [*map(event, chunks), DONE]
-
-    def error(self, error: ApiError) -> Events:
-        ends = [self._chunk(index, {}, "error") for index in sorted(self._open)]
-        return [event(error.body), *map(event, ends), DONE]
-
     def _text(self, index: int, text: str) -> dict[str, Any]:
         return self._chunk(index, {"content": text})
-
-    def _chunk(
-        self,
-        index: int,
-        delta: dict[str, Any],
-        finish_reason: str | None = None,
-        *,
-        logprobs: Any = None,
-        more: Mapping[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        return self._head.chunk([choice], {**self._usage, **(more or {})})
 
 
 def _call(call: CallDelta) -> dict[str, Any]:

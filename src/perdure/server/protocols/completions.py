@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
@@ -12,11 +11,11 @@ from pydantic import Field
 from starlette.responses import Response
 
 from perdure.decode.request import Delta, Reply, TokenLogprob
-from perdure.server.core.api_error import ApiError, invalid
+from perdure.server.core.api_error import invalid
 from perdure.server.core.app_state import AppState, AppStateDep, CallerDep
 from perdure.server.core.body_route import BodyRoute
 from perdure.server.core.follow import EventResponse, Follower
-from perdure.server.core.protocol import DONE, SSE, Events, EventTemplate, Protocol, event
+from perdure.server.core.protocol import SSE, Events, Protocol, event
 from perdure.server.core.schemas import (
     CompletionExtension,
     Items,
@@ -30,7 +29,7 @@ from perdure.server.core.schemas import (
     refuse_fields,
     streamed,
 )
-from perdure.server.protocols.openai import AnswerHead, fill_in, finite
+from perdure.server.protocols.openai import AnswerHead, ChunkWriter, fill_in, finite
 
 REFUSED = {"functions": "give them to /v1/chat/completions as tools"}
 
@@ -183,7 +182,7 @@ def _text(app_state: AppState, prompt: str | list[int]) -> tuple[str, list[int]]
     return model.detokenize(prompt, special=True), prompt
 
 
-class CompletionHead(AnswerHead):
+class CompletionHead(AnswerHead[Reply]):
     """The head of completions, and what they say of a reply."""
 
     prefix = "cmpl"
@@ -205,11 +204,7 @@ class CompletionHead(AnswerHead):
         )
 
     def extension(self, reply: Reply) -> CompletionExtensionAnswer:
-        return CompletionExtensionAnswer(
-            reuse=ReuseAnswer.model_validate(reply.reuse),
-            timings=TimingsAnswer.model_validate(reply.timings),
-            seed=reply.seed,
-        )
+        return CompletionExtensionAnswer.model_validate(reply)
 
     def logprobs(
         self, entries: Sequence[TokenLogprob], *, offset: int, first: int | None = None
@@ -250,21 +245,17 @@ class CompletionHead(AnswerHead):
         return self.piece(token).decode("utf-8", "replace")
 
 
-class CompletionWriter:
-    """Chunks in OpenAI's older shape. Every sample ends once."""
+class CompletionWriter(ChunkWriter[Reply]):
+    """Chunks in OpenAI's older shape."""
+
+    new = "text"
+    nothing = ""
+    _head: CompletionHead
 
     def __init__(self, head: CompletionHead, body: CompletionRequest) -> None:
-        self._head = head
-        self._open = set(range(body.n or 1))
-        self._offsets = dict.fromkeys(self._open, 0)
         include_usage = bool(body.stream_options and body.stream_options.include_usage)
-        self._usage: dict[str, Any] = {"usage": None} if include_usage else {}
-        self._templates = [
-            EventTemplate(functools.partial(self._chunk, index)) for index in sorted(self._open)
-        ]
-
-    def keep_alive(self, progress: dict[str, Any]) -> Events:
-        return [event(self._chunk(min(self._open, default=0), "", more=progress))]
+        super().__init__(head, body.n or 1, include_usage=include_usage)
+        self._offsets = dict.fromkeys(self._open, 0)
 
     def start(self) -> Events:
         events = []
@@ -282,33 +273,6 @@ class CompletionWriter:
             return (self._templates[delta.index](delta.text),) if delta.text else ()
         self._offsets[delta.index] += sum(map(len, logprobs.tokens))
         return [event(self._chunk(delta.index, delta.text, logprobs=logprobs.model_dump()))]
-
-    def end(self, replies: Sequence[Reply]) -> Events:
-        chunks = []
-        for reply in replies:
-            self._open.discard(reply.index)
-            extension = self._head.extension(reply).model_dump()
-            chunks.append(self._chunk(reply.index, "", reply.finish_reason, more={"perdure": extension}))
-        if self._usage:
-            usage = UsageAnswer.of([reply.usage for reply in replies])
-            chunks.append(self._head.chunk([], {"usage": usage.model_dump()}))
-        return [*map(event, chunks), DONE]
-
-    def error(self, error: ApiError) -> Events:
-        ends = [self._chunk(index, "", "error") for index in sorted(self._open)]
-        return [event(error.body), *map(event, ends), DONE]
-
-    def _chunk(
-        self,
-        index: int,
-        text: str,
-        finish_reason: str | None = None,
-        *,
-        logprobs: Any = None,
-        more: Mapping[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
-        return self._head.chunk([choice], {**self._usage, **(more or {})})
 
 
 PROTOCOL = Protocol(

@@ -1,20 +1,24 @@
-"""Cache marks in OpenAI's protocols: breakpoints on parts of messages, and a key for the whole prompt."""
+"""What OpenAI's protocols have in common: cache marks, the head of an answer, chunks, log probabilities."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from pydantic import Field
 
-from perdure.decode.request import KeptPrefix
+from perdure.chat.reply import ChatReply
+from perdure.decode.request import KeptPrefix, Reply, TokenLogprob
 from perdure.errors import ContextOverflow, InvalidInputError
-from perdure.server.core.api_error import invalid
+from perdure.server.core.api_error import ApiError, invalid
 from perdure.server.core.app_state import AppState
-from perdure.server.core.schemas import RequestSchema
+from perdure.server.core.protocol import DONE, Events, EventTemplate, event
+from perdure.server.core.schemas import RequestSchema, ResponseSchema, UsageAnswer
 
+R = TypeVar("R", Reply, ChatReply)
 BREAKPOINT = "prompt_cache_breakpoint"
 MARKS = 4
 """Of one request, the one behind its last message included: the latest count."""
@@ -57,7 +61,7 @@ def new_id(prefix: str) -> str:
 # Answer head: what all chunks and answers of one request say alike.
 
 
-class AnswerHead:
+class AnswerHead(Generic[R]):
     """The id, time and model of one answer, whole or in chunks."""
 
     prefix: str
@@ -82,6 +86,59 @@ class AnswerHead:
         """The bytes of a token, control tokens written out."""
         return self._app_state.runtime.model.piece(token, special=True)
 
+    def extension(self, reply: R) -> ResponseSchema:
+        """How a reply came about."""
+        raise NotImplementedError
+
+
+class ChunkWriter(Generic[R]):
+    """Chunks in OpenAI's shape. Every sample ends once, whatever happens in between."""
+
+    new: ClassVar[str]
+    """What a choice calls that which is new in it."""
+    nothing: ClassVar[Any]
+
+    def __init__(self, head: AnswerHead[R], n: int, *, include_usage: bool) -> None:
+        self._head: AnswerHead[R] = head
+        self._open = set(range(n))
+        self._usage: dict[str, Any] = {"usage": None} if include_usage else {}
+        self._templates = [EventTemplate(partial(self._text, index)) for index in range(n)]
+
+    def keep_alive(self, progress: dict[str, Any]) -> Events:
+        return [event(self._chunk(min(self._open, default=0), self.nothing, more=progress))]
+
+    def end(self, replies: Sequence[R]) -> Events:
+        chunks: list[dict[str, Any]] = []
+        for reply in replies:
+            self._open.discard(reply.index)
+            more = {"perdure": self._head.extension(reply).model_dump()}
+            chunks.append(self._chunk(reply.index, self.nothing, reply.finish_reason, more=more))
+        if self._usage:
+            usage = UsageAnswer.of([reply.usage for reply in replies])
+            chunks.append(self._head.chunk([], {"usage": usage.model_dump()}))
+        return [*map(event, chunks), DONE]
+
+    def error(self, error: ApiError) -> Events:
+        ends: list[dict[str, Any]] = [
+            self._chunk(index, self.nothing, "error") for index in sorted(self._open)
+        ]
+        return [event(error.body), *map(event, ends), DONE]
+
+    def _text(self, index: int, text: str) -> dict[str, Any]:
+        return self._chunk(index, text)
+
+    def _chunk(
+        self,
+        index: int,
+        new: Any,
+        finish_reason: str | None = None,
+        *,
+        logprobs: Any = None,
+        more: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        choice = {"index": index, self.new: new, "logprobs": logprobs, "finish_reason": finish_reason}
+        return self._head.chunk([choice], {**self._usage, **(more or {})})
+
 
 def fill_in(
     app_state: AppState, before: str, after: str, files: Sequence[tuple[str, str]] = (), param: str = "suffix"
@@ -98,6 +155,25 @@ def fill_in(
 def tier_options(service_tier: str | None) -> dict[str, Any]:
     """OpenAI's service tiers: `flex` waits while others are served."""
     return {"priority": "background"} if service_tier == "flex" else {}
+
+
+def logprobs_of(
+    entries: Sequence[TokenLogprob] | None, piece: Callable[[int], bytes]
+) -> list[dict[str, Any]]:
+    """Log probabilities of tokens, each with the likeliest ones beside it; `piece` gives their bytes."""
+
+    def shown(token: int, logprob: float) -> dict[str, Any]:
+        written = piece(token)
+        text = written.decode("utf-8", "replace")
+        return {"token": text, "logprob": finite(logprob), "bytes": list(written)}
+
+    return [
+        {
+            **shown(entry.token, entry.logprob),
+            "top_logprobs": [shown(each.token, each.logprob) for each in entry.top],
+        }
+        for entry in entries or ()
+    ]
 
 
 def finite(logprob: float) -> float:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.filesize import decimal
 
-from perdure.cli.options.shared import Json, model_names
+from perdure.cli.options.shared import Json, model_option
 from perdure.cli.output.facts import print_json
+from perdure.cli.output.progress import file_of, working
 from perdure.cli.output.terminal import write_columns
 from perdure.errors import InvalidInputError
 
@@ -30,14 +31,7 @@ def evaluate(
     ],
     models: Annotated[
         list[str] | None,
-        typer.Option(
-            "--model",
-            "-m",
-            metavar="MODEL",
-            autocompletion=model_names,
-            show_default="the default model",
-            help="The model; several make a table.",
-        ),
+        model_option(show_default="the default model", help="The model; several make a table."),
     ] = None,
     pair: Annotated[
         tuple[str, str] | None,
@@ -83,7 +77,6 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Measure how good a model is. Perplexity of a text; answers, choices, patterns and schemas of tasks."""
-    from perdure.cli.output.progress import file_of, working
     from perdure.evaluation.evaluate import compare, read_report, write_report
     from perdure.evaluation.evaluate import evaluate as measure
 
@@ -139,7 +132,6 @@ def _quantised(
     source: Path, types: Sequence[str], threads: int | None
 ) -> Iterator[Iterator[tuple[str, Path]]]:
     """The model in each type, one file at a time in a folder that goes away."""
-    from perdure.cli.output.progress import working
     from perdure.files.quantize import quantize
 
     with tempfile.TemporaryDirectory(prefix="perdure-") as folder:

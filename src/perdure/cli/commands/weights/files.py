@@ -12,6 +12,7 @@ from rich.filesize import decimal
 
 from perdure.cli.options.shared import Json, model_names
 from perdure.cli.output.facts import print_json, tell
+from perdure.cli.output.progress import file_of, working
 from perdure.cli.output.terminal import write, write_columns
 from perdure.errors import InvalidInputError
 
@@ -84,7 +85,6 @@ def quantize(
     as_json: Json = False,
 ) -> None:
     """Write a model with smaller weights. By llama.cpp's own quantiser; Ctrl-C leaves nothing behind."""
-    from perdure.cli.output.progress import file_of, working
     from perdure.files.quantize import importance_matrix
     from perdure.files.quantize import quantize as write
 
@@ -151,7 +151,6 @@ def merge(
     kind: _Kind = None,
 ) -> None:
     """Merge models of one architecture and size."""
-    from perdure.cli.output.progress import file_of, working
     from perdure.files.merge import METHODS
     from perdure.files.merge import merge as write
 
@@ -193,7 +192,6 @@ def fuse(
     kind: _Kind = None,
 ) -> None:
     """Write a model with a LoRA adapter in its weights."""
-    from perdure.cli.output.progress import file_of, working
     from perdure.files.merge import fuse as write
 
     with working(f"Writing {target.name}") as progress:
@@ -218,7 +216,6 @@ def convert(
     ],
 ) -> None:
     """Convert a LoRA adapter or a trained model to GGUF."""
-    from perdure.cli.output.progress import file_of
     from perdure.files.peft import convert_peft
     from perdure.files.trained import convert_trained, is_trained
 
@@ -238,7 +235,6 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Compare two model files tensor by tensor. The exit code is 1 where tensors differ."""
-    from perdure.cli.output.progress import file_of, working
     from perdure.files.compare import compare as compare_files
 
     with working("Comparing") as progress:

@@ -135,15 +135,7 @@ def _table(fits: list[Fit]) -> None:
 
 
 def tune(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL",
-            show_default="that of `perdure config show`, else the small default model",
-            autocompletion=model_names,
-            help="A .gguf file, or any name that `perdure pull` takes.",
-        ),
-    ] = None,
+    model: shared.ModelName = None,
     seconds: Annotated[
         float, typer.Option("--seconds", min=1, max=3600, metavar="N", help="About how long to measure.")
     ] = 60.0,

@@ -10,6 +10,8 @@ import typer
 from perdure.atomic import atomic_write
 from perdure.cli.options import shared
 from perdure.cli.output import terminal
+from perdure.cli.output.progress import working
+from perdure.cli.runtime import opened, session_folder, sessions_in
 from perdure.errors import InvalidInputError, SessionNotFoundError, StoreError
 
 
@@ -36,7 +38,6 @@ def analyse(
 ) -> None:
     """Write a page on what a model did. It has surprise, attention, keys and values; it needs no network."""
     from perdure.chat.message import Message
-    from perdure.cli.runtime import opened
     from perdure.engine.llama.model import Model
     from perdure.inspection.analysis import analyse as analyse_text
     from perdure.inspection.page import page_of
@@ -61,8 +62,6 @@ def analyse(
 
 def _session(name: str, store: Path | None) -> tuple[list[int] | None, Path | None]:
     """The tokens of a session and the folder of its store; None and None where there is no such session."""
-    from perdure.cli.runtime import session_folder, sessions_in
-
     try:
         with sessions_in(store, readonly=True) as sessions:
             return list(sessions.open(name, create=False).tokens), session_folder(store)
@@ -88,7 +87,6 @@ def vectors(
     """Make a control vector from contrast pairs. Use it with --control-vector, or as an adapter."""
     from typing import cast
 
-    from perdure.cli.output.progress import working
     from perdure.engine.llama.model import Model
     from perdure.inspection.vectors import Method, directions, read_pairs, write_vector
 

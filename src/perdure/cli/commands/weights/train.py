@@ -10,6 +10,8 @@ import typer
 
 from perdure.cli.options.shared import Json, StoreFolder
 from perdure.cli.output.facts import tell
+from perdure.cli.output.progress import working
+from perdure.cli.runtime import sessions_in
 from perdure.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -74,7 +76,6 @@ def train(
 ) -> None:
     """Train an MLX model on conversations. By mlx-lm's tuner; the result is an adapter, usable at once."""
     from perdure.chat.template.template import Template
-    from perdure.cli.output.progress import working
     from perdure.engine.mlx.engine import ENGINE
     from perdure.training import Plan, from_messages, pair_of, read_pairs
     from perdure.training import train as run
@@ -141,7 +142,6 @@ def _plot(losses: Sequence[float]) -> str:
 
 def _chats(files: Sequence[Path], names: Sequence[str], store: Path | None) -> Iterator[Sequence[Message]]:
     from perdure.chat.message import Message
-    from perdure.cli.runtime import sessions_in
     from perdure.training import read_chats
 
     for file in files:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from perdure import system
-from perdure.atomic import atomic_write
+from perdure.atomic import read_table, write_table
 from perdure.config import settings
 from perdure.engine.llama.native import guard
 from perdure.engine.llama.native.backends import backends
@@ -445,7 +445,6 @@ def _results_file() -> Path:
 
 def read_results() -> dict[str, ProbeResult]:
     try:
-        entries = json.loads(_results_file().read_bytes())
         return {
             key: ProbeResult(
                 folder=entry["folder"],
@@ -455,21 +454,15 @@ def read_results() -> dict[str, ProbeResult]:
                 backends=tuple(entry["backends"]),
                 translated=entry["translated"],
             )
-            for key, entry in entries.items()
+            for key, entry in read_table(_results_file()).items()
             if entry["attempts"]
         }
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError):
         return {}
 
 
 def _write_results(results: dict[str, ProbeResult]) -> None:
-    # A result that cannot be kept costs another probe, nothing else.
-    path = _results_file()
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(path, durable=False) as file:
-            entries = {key: asdict(entry) for key, entry in results.items()}
-            file.write(json.dumps(entries, indent=1).encode())
+    write_table(_results_file(), {key: asdict(entry) for key, entry in results.items()})
 
 
 # Why a library or its GPU does not run: the usual causes, by what the library or the system says.

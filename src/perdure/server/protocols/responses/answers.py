@@ -15,7 +15,7 @@ from perdure.decode.request import TokenLogprob
 from perdure.server.core.api_error import ApiError
 from perdure.server.core.schemas import ResponseSchema
 from perdure.server.protocols.chat import extension
-from perdure.server.protocols.openai import finite
+from perdure.server.protocols.openai import logprobs_of
 from perdure.server.protocols.responses.items import Item, OutputForm
 from perdure.sessions.turn import Turn
 
@@ -160,17 +160,7 @@ class ResponseHead:
     def logprobs(self, entries: Sequence[TokenLogprob] | None) -> list[dict[str, Any]]:
         if not self.with_logprobs:
             return []
-        return [
-            {
-                **self._token(entry.token, entry.logprob),
-                "top_logprobs": [self._token(top.token, top.logprob) for top in entry.top],
-            }
-            for entry in entries or ()
-        ]
-
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        piece = self.piece(token)
-        return {"token": piece.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(piece)}
+        return logprobs_of(entries, self.piece)
 
 
 def usage(read: int, cached: int, written: int, thought: int) -> dict[str, Any]:
