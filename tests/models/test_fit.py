@@ -210,6 +210,10 @@ def test_fit_reads_a_file_and_checks_what_it_is_given(zoo_path: Callable[[str], 
     for wrong in ({"n_ctx": 0}, {"slots": -1}, {"k_type": "q9"}, {"gpu_layers": "all"}, {"cpu_experts": -1}):
         with pytest.raises(InvalidInputError):
             perdure.fit(zoo_path("llama"), **cast(Any, wrong))
+    unknown: Any = {"n_cxt": 512}
+    for ask in (perdure.fit, perdure.fit_all):
+        with pytest.raises(InvalidInputError, match="did you mean 'n_ctx'"):
+            ask(str(zoo_path("llama")), **unknown)
 
 
 def run_fit(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
