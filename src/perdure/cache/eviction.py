@@ -156,16 +156,16 @@ class Eviction:
             return self._owners[root] if root in self._owners else f"\0{root.hex()}"
 
     def payers(
-        self, owner: str, size: int, held: Mapping[str, int], seen: Mapping[str, int], now: int, budget: int
+        self, owner: str, size: int, usage: Mapping[str, int], seen: Mapping[str, int], now: int, budget: int
     ) -> list[str]:
         """Who makes room for `size` more bytes of `owner`: those that hold more than their share.
 
         The budget is shared equally by the owners that were `seen` lately, by the clock of their tier.
         """
-        active = {each for each, at in seen.items() if now - at < _ACTIVE * budget and held.get(each)}
+        active = {each for each, at in seen.items() if now - at < _ACTIVE * budget and usage.get(each)}
         share = budget // len(active | {owner})
-        over = [each for each, nbytes in held.items() if each not in active or nbytes > share]
-        if owner not in over and held.get(owner, 0) + size > share:
+        over = [each for each, nbytes in usage.items() if each not in active or nbytes > share]
+        if owner not in over and usage.get(owner, 0) + size > share:
             over.append(owner)
         return over
 

@@ -265,10 +265,10 @@ class KeptPrefixes:
 
     def check_room(self, tokens: int, namespace: str) -> None:
         """Raise unless one more prefix of this size may be kept."""
-        held = len(self._spaces.get(namespace, ()))
-        if held >= self.limit:
+        count = len(self._spaces.get(namespace, ()))
+        if count >= self.limit:
             raise StoreFullError(
-                f"{held} warmed prefixes of this namespace are kept, {self.limit} may be: clear some first",
+                f"{count} warmed prefixes of this namespace are kept, {self.limit} may be: clear some first",
                 needed=1,
             )
         needed = prefix_cost(tokens)
@@ -323,8 +323,8 @@ class KeptPrefixes:
     def passes(self, root: bytes, tokens: Ids) -> bool:
         """Whether a prefix starts with `tokens`, or is just them."""
         key = root + key_of(tokens)
-        found = self._keys.at_or_after(key)
-        return found is not None and found.startswith(key)
+        next_key = self._keys.at_or_after(key)
+        return next_key is not None and next_key.startswith(key)
 
     def ends_within(self, root: bytes, tokens: Ids, start: int) -> Iterable[int]:
         """The lengths above `start` and below all of `tokens` at which prefixes end, the longest first."""

@@ -150,8 +150,8 @@ class PrefixCache:
         """Compute a prefix once and keep it. Warmed before, its record comes back with all its labels."""
         ids, chosen = self._prefix(self._tokenize(prompt) if isinstance(prompt, str) else prompt, adapters)
         names = _names(labels)
-        kept = self._call(lambda: self._begin(ids, names, namespace, chosen))
-        if kept < self._slots.reusable_length(len(ids)):
+        stored = self._call(lambda: self._begin(ids, names, namespace, chosen))
+        if stored < self._slots.reusable_length(len(ids)):
             self._read(ids, namespace, adapters)
         prefix: KeptPrefix = self._call(lambda: self._keep(ids, names, namespace, chosen))
         if (tier := self._tiers.prefix_tier) is not None:
@@ -266,9 +266,9 @@ class PrefixCache:
         if self._tiers.lower:
             self._tiers.flush()
             # A long one is more than may wait to be written at once.
-            held: list[Block] = self._call(lambda: self._slots.held(ids, namespace, chosen))
+            blocks: list[Block] = self._call(lambda: self._slots.held(ids, namespace, chosen))
             for tier in self._tiers.lower:
-                tier.make_up(held)
+                tier.make_up(blocks)
             self._call(lambda: self._slots.drop_stored(ids, namespace, chosen))
         if (events := self._slots.events).on:
             events.emit(Slept, "", len(ids), namespace, time.monotonic() - began)
@@ -333,18 +333,18 @@ class PrefixCache:
     def _begin(
         self, ids: NDArray[np.int32], labels: frozenset[str], namespace: str, adapters: AdapterSet | None
     ) -> int:
-        kept, root = self._slots.store(ids, namespace, adapters)
+        stored, root = self._slots.store(ids, namespace, adapters)
         # Before anything is computed for it.
         self._merged(root, ids, labels, namespace)
-        return kept
+        return stored
 
     def _keep(
         self, ids: NDArray[np.int32], labels: frozenset[str], namespace: str, adapters: AdapterSet | None
     ) -> KeptPrefix:
-        kept, root = self._slots.store(ids, namespace, adapters)
+        stored, root = self._slots.store(ids, namespace, adapters)
         prefix = KeptPrefix(
             tokens=tuple(ids.tolist()),
-            kept=kept,
+            kept=stored,
             labels=self._merged(root, ids, labels, namespace),
             namespace=namespace,
             root=root,

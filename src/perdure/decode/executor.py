@@ -301,7 +301,7 @@ class Executor:
         """Draw for every sequence that is computed to its end, then start the further samples."""
         prompts: list[SequenceGroup] = []
         reading: list[TokenSequence] = []
-        wanted: list[_Draw] = []
+        draws: list[_Draw] = []
         plain: list[_Row] = []
         hub = self._events.hub
         watching = hub.on
@@ -347,15 +347,15 @@ class Executor:
                 if draft:
                     one_by_one.append(chunk)
                 with _contained(each):
-                    wanted.append((each, each.select(self._context, count - 1, seq)))
+                    draws.append((each, each.select(self._context, count - 1, seq)))
             if draft:
                 guessed.append(chunk)
         measures = None
         if plain:
-            told = watching and hub.wants_tokens and len(drawings) == len(plain) and not guessed
-            measures = self._take_together(plain, told=told)
-        if wanted:
-            self._take(wanted)
+            is_watched = watching and hub.wants_tokens and len(drawings) == len(plain) and not guessed
+            measures = self._take_together(plain, is_watched=is_watched)
+        if draws:
+            self._take(draws)
         while one_by_one:
             one_by_one = self._take_next(one_by_one)
         if drawings:
@@ -371,8 +371,8 @@ class Executor:
         for group in prompts:
             self._fork_samples(group)
 
-    def _take_together(self, plain: Sequence[_Row], *, told: bool = False) -> Measures | None:
-        """Draw a token for each sequence, out of all their rows in one pass. `told`: somebody wants to know
+    def _take_together(self, plain: Sequence[_Row], *, is_watched: bool = False) -> Measures | None:
+        """Draw a token for each sequence, out of all their rows in one pass. `is_watched`: somebody wants to know
         of each of them, and is told of these measures, in the order of the rows."""
         # In the order of their rows in the engine's memory, where they are then one table.
         if len(plain) > 1:
@@ -385,7 +385,7 @@ class Executor:
         draws = functools.partial(draw_together, streams)
         measures: Measures | None = None
         try:
-            if told:
+            if is_watched:
                 (tokens, shown), measures = self._context.read_rows(
                     functools.partial(_measure_and_draw, draws), places
                 )
@@ -410,24 +410,26 @@ class Executor:
                 _end_by(error, sequence)
         return measures
 
-    def _take(self, wanted: Sequence[_Draw]) -> None:
+    def _take(self, draws: Sequence[_Draw]) -> None:
         """Draw a token for each sequence: for all at once, or where that fails for each by itself."""
         try:
-            tokens = draw([(sequence.sampler, found, len(sequence.tokens)) for sequence, found in wanted])
+            tokens = draw(
+                [(sequence.sampler, candidates, len(sequence.tokens)) for sequence, candidates in draws]
+            )
         except Exception as error:
-            if len(wanted) == 1:
-                _end_by(error, wanted[0][0])
+            if len(draws) == 1:
+                _end_by(error, draws[0][0])
             else:
-                for each in wanted:
+                for each in draws:
                     self._take([each])
             return
-        for (sequence, _), token in zip(wanted, tokens, strict=True):
+        for (sequence, _), token in zip(draws, tokens, strict=True):
             with _contained(sequence):
                 sequence.take(token)
 
     def _take_next(self, chunks: Sequence[Chunk]) -> list[Chunk]:
         """Draw one token more for each sequence whose last one was guessed right; those that did."""
-        wanted: list[_Draw] = []
+        draws: list[_Draw] = []
         drawing: list[Chunk] = []
         for chunk in chunks:
             sequence = chunk.sequence
@@ -437,10 +439,10 @@ class Executor:
             assert sequence.seq is not None
             with _contained(sequence):
                 candidates = sequence.select(self._context, chunk.count - 1 + ahead, sequence.seq)
-                wanted.append((sequence, candidates))
+                draws.append((sequence, candidates))
                 drawing.append(chunk)
-        if wanted:
-            self._take(wanted)
+        if draws:
+            self._take(draws)
         return drawing
 
     # Samples that share a prompt.

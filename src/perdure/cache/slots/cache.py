@@ -152,8 +152,8 @@ class SlotSwapper:
         self._checkpoints.copy(source.seq, slot.seq)
         self._checkpoints.go_back(slot.seq, len(tokens))
 
-    def _rows_are_cheaper(self, held: int, length: int) -> bool:
-        """Whether the rows of `length` tokens, read out of `held` and written, take less time than a fork. A
+    def _rows_are_cheaper(self, total: int, length: int) -> bool:
+        """Whether the rows of `length` tokens, read out of `total` and written, take less time than a fork. A
         fork between streams copies every cell there is room for, at the speed of memory."""
         context = self._context
         if not context.memory.has_rows or context.memory.needs_checkpoint:
@@ -161,7 +161,7 @@ class SlotSwapper:
         # Forks of a pool copy nothing, and those on a device do not pass the bus.
         if context.capabilities.shared or context.capabilities.asynchronous:
             return False
-        return held + _ROW * length < context.n_ctx // 2
+        return total + _ROW * length < context.n_ctx // 2
 
     def store(self, slot: Slot) -> None:
         """Copy what `slot` holds into the tiers. What cannot be copied is computed again one day."""
@@ -252,15 +252,15 @@ class SlotCache(Slots):
         self.budget = budget
         self.kept = KeptPrefixes(changed=self._kept_changed)
         # Checkpoints, blocks, and the memory through which states pass on their way keep to one budget.
-        held = self.kept.held
+        pins = self.kept.held
         self.eviction = eviction or Eviction()
-        self.eviction.pinned = held.holds
-        self._checkpoints = SlotCheckpoints.of(context, budget=budget, spacing=spacing, pinned=held.holds)
+        self.eviction.pinned = pins.holds
+        self._checkpoints = SlotCheckpoints.of(context, budget=budget, spacing=spacing, pinned=pins.holds)
         scratch = context.limit_scratch(budget // 8)
         self.tier = MemoryTier(budget - self._checkpoints.budget - scratch, eviction=self.eviction)
-        held.budget = min([self.tier.budget, *(each.tier.budget for each in lower)]) // 2
+        pins.budget = min([self.tier.budget, *(each.tier.budget for each in lower)]) // 2
         for each in lower:
-            each.tier.pinned = held.holds
+            each.tier.pinned = pins.holds
             each.tier.eviction = self.eviction
         self.tiers = Tiers(self.tier, lower)
         self.reused: dict[str, int] = {}
@@ -477,8 +477,8 @@ class SlotCache(Slots):
 
     def held(self, tokens: Ids, namespace: str, adapters: AdapterSet | None = None) -> list[Block]:
         """The blocks in memory that hold a beginning of `tokens`."""
-        found = self.blocks.lookup(tokens, namespace, adapters).blocks
-        return [block for block in found if isinstance(block, Block)]
+        blocks = self.blocks.lookup(tokens, namespace, adapters).blocks
+        return [block for block in blocks if isinstance(block, Block)]
 
     def _kept_changed(self, prefix: KeptPrefix, listed: bool) -> None:
         """A warmed prefix is listed, or is not any more."""

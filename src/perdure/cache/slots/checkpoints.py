@@ -82,12 +82,12 @@ class CheckpointList:
     def thin_out(self, pinned: Callable[[bytes], bool] = lambda digest: False) -> None:
         """Drop every second one, of those that are not `pinned` if there are others. The newest stays: it is
         where the next regeneration starts."""
-        held = [point for point in self._points if pinned(point.digest)]
+        pinned_points = [point for point in self._points if pinned(point.digest)]
         free = [point for point in self._points if not pinned(point.digest)]
         if not free:
-            held, free = [], self._points
-        kept = free[::-1][::2][::-1] if len(free) > 1 else []
-        self._points = sorted([*held, *kept], key=lambda each: each.length)
+            pinned_points, free = [], self._points
+        every_second = free[::-1][::2][::-1] if len(free) > 1 else []
+        self._points = sorted([*pinned_points, *every_second], key=lambda each: each.length)
         self.nbytes = sum(point.nbytes for point in self._points)
 
 
@@ -258,18 +258,18 @@ class CheckpointStore(SlotCheckpoints):
     def reached(self, seq: int, length: int, checkpoint_at: Collection[int]) -> None:
         if not length or (length % self._spacing and length not in checkpoint_at):
             return
-        kept = self._kept[seq]
-        if kept.has(length):
+        checkpoints = self._kept[seq]
+        if checkpoints.has(length):
             return
         # Room first: the next one is about as large as the last.
-        self._thin_out(kept.last.nbytes if kept.last else 0)
+        self._thin_out(checkpoints.last.nbytes if checkpoints.last else 0)
         state = self._context.checkpoint(seq).state
         passed = self._passed[seq]
         if passed is None or passed.length > length:
             passed = self._passed[seq] = PrefixHash(self._identity(seq))
         digest = passed.advance(self._context.token_array(seq, passed.length, length))
         if state is not None:
-            kept.add(Point(length, digest, state))
+            checkpoints.add(Point(length, digest, state))
         self._thin_out()
 
     def start(self, seq: int) -> None:
@@ -292,9 +292,9 @@ class CheckpointStore(SlotCheckpoints):
         self._kept[seq] = points
 
     def on_path(self, seq: int) -> CheckpointList:
-        kept = self._kept[seq]
-        if len(kept):
-            self._kept[seq] = kept.on_path(self._identity(seq), self._context.token_array(seq))
+        checkpoints = self._kept[seq]
+        if len(checkpoints):
+            self._kept[seq] = checkpoints.on_path(self._identity(seq), self._context.token_array(seq))
         return self._kept[seq]
 
     def restorable_length(self, seq: int, shared: int, length: int) -> int:

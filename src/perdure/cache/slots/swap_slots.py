@@ -84,8 +84,8 @@ class SwapSlots:
             return not length
         if self._context.adapters_of(place.seq) != self._context.adapters_of(slot.seq):
             return False
-        held = self._context.token_array(place.seq)
-        return place.exact <= slot.exact and self._context.common_prefix(held, slot.seq) == length
+        tokens = self._context.token_array(place.seq)
+        return place.exact <= slot.exact and self._context.common_prefix(tokens, slot.seq) == length
 
     def swapped_in(self, source: Slot, length: int) -> None:
         """A slot has the first `length` tokens of `source`: if these are all, it waits here no longer."""

@@ -26,8 +26,8 @@ def model_folder(store: Path, digest: str) -> Path:
 
 def block_folders(store: Path) -> list[Path]:
     """All folders of a store that have blocks: its own, and those of single models."""
-    found = [store, *sorted((store / MODELS).glob("*"))]
-    return [folder for folder in found if (folder / "blocks").is_dir()]
+    folders = [store, *sorted((store / MODELS).glob("*"))]
+    return [folder for folder in folders if (folder / "blocks").is_dir()]
 
 
 class ArchiveTier(DiskTier):

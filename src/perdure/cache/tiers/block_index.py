@@ -174,11 +174,11 @@ class BlockTable:
             leaves = self._index.rows(
                 "SELECT id, parent, tokens, used FROM block WHERE leaf = 1 ORDER BY used LIMIT ?", limit
             )
-            found = next(
+            leaf = next(
                 ((name, _number(used)) for name, _, used in self._ids(leaves) if not spared(name)), None
             )
-            if found is not None or len(leaves) < limit:
-                return found
+            if leaf is not None or len(leaves) < limit:
+                return leaf
             limit *= 2
 
     def has_several_chains(self, new: Iterable[Block]) -> bool:
@@ -255,8 +255,8 @@ class BlockTable:
 
     def remove(self, block: BlockId) -> None:
         name = self._format.name(block)
-        found = self._index.rows("SELECT parent, nbytes FROM block WHERE id = ?", name)
-        for parent, nbytes in found:
+        rows = self._index.rows("SELECT parent, nbytes FROM block WHERE id = ?", name)
+        for parent, nbytes in rows:
             self._index.run("DELETE FROM block WHERE id = ?", name)
             self._index.run(
                 "UPDATE block SET leaf = 1 WHERE id = ? AND NOT EXISTS"
@@ -348,8 +348,8 @@ class BlockTable:
         return self._clock
 
     def _total(self, name: str) -> int:
-        found = self._index.rows("SELECT value FROM total WHERE name = ?", name)
-        return _number(found[0][0]) if found else 0
+        rows = self._index.rows("SELECT value FROM total WHERE name = ?", name)
+        return _number(rows[0][0]) if rows else 0
 
 
 def _number(value: Any) -> int:

@@ -192,15 +192,17 @@ class MemoryTier:
             victim = self._least_worth(keep, owner, size)
             if victim is None:
                 return False
-            found = self.eviction.standing(victim.id)
-            if standing.is_unwanted and not found.is_unwanted:
+            victim_standing = self.eviction.standing(victim.id)
+            if standing.is_unwanted and not victim_standing.is_unwanted:
                 return False
             queue = self._queues[victim.owner]
             if queue[0][1] == victim.id:
                 heapq.heappop(queue)
             self._remove(victim)
             self.evicted += 1
-            self.evicted_as[found.name.lower()] = self.evicted_as.get(found.name.lower(), 0) + 1
+            self.evicted_as[victim_standing.name.lower()] = (
+                self.evicted_as.get(victim_standing.name.lower(), 0) + 1
+            )
             self._gone[victim.id] = None
             if len(self._gone) > _REMEMBERED:
                 self._gone.pop(next(iter(self._gone)))

@@ -196,8 +196,8 @@ class RedisPlace(Place):
             raise StoreError(f"an object of {len(data)} bytes does not fit into {self._size}")
 
     def get(self, name: str) -> bytes | None:
-        found = self._redis.get(f"perdure:o:{name}")
-        return None if found is None else bytes(found)
+        data = self._redis.get(f"perdure:o:{name}")
+        return None if data is None else bytes(data)
 
     def delete(self, names: Sequence[str]) -> None:
         for at in range(0, len(names), 1000):

@@ -112,31 +112,31 @@ class SharedTier(BlockTier):
         data = self._asked(lambda: self.place.get(name))
         plain = None if data is None else self._seal.open(name, data)
         try:
-            found = None if plain is None else Block.unpack(plain, block)
+            loaded = None if plain is None else Block.unpack(plain, block)
         except CorruptStateError:
-            found = None
-        if found is None:
+            loaded = None
+        if loaded is None:
             self.missed += 1
         else:
             self.loaded += 1
             self._table.touch(block)
-        return found
+        return loaded
 
     # Writing.
 
     def store(self, blocks: Sequence[Block]) -> int:
-        kept: list[tuple[Block, int]] = []
+        stored: list[tuple[Block, int]] = []
         for block in blocks:
             if self._tokens is not None and block.end > self._tokens:
                 continue
             known = self._table.lookup(block.id)
             if known is not None and known.has_tail_state >= block.has_tail_state:
-                kept.append((block, known.nbytes))
+                stored.append((block, known.nbytes))
                 continue
             rooted = not block.start or self._table.lookup(block.parent) is not None
-            if not rooted and all(block.parent != each.id for each, _ in kept):
+            if not rooted and all(block.parent != each.id for each, _ in stored):
                 continue
-            if not self._make_room(block, spared={each.id for each, _ in kept} | {block.parent}):
+            if not self._make_room(block, spared={each.id for each, _ in stored} | {block.parent}):
                 continue
             name = self._seal.name(block.id)
             sealed = self._seal.close(name, b"".join(block.pack()))
@@ -146,10 +146,10 @@ class SharedTier(BlockTier):
             with self._changing, self._table.writing():
                 self._table.add(block, block.file_size)
                 self._unlisted[block.id] = _line(block, block.file_size)
-            kept.append((block, 0))
+            stored.append((block, 0))
         # After the state: whoever reads the list finds what it names.
         self._write_list()
-        return len(kept)
+        return len(stored)
 
     def _write_list(self) -> None:
         """Tell others what is there, also what they could not be told before because the place failed."""

@@ -35,13 +35,13 @@ class Shares:
         """The leaf to go for a block that comes, and what it is worth."""
         owner = self._owner(self._coming[block.id])
         by_root, used_by_root = self._table.chains()
-        held: dict[str, int] = {}
+        usage: dict[str, int] = {}
         used: dict[str, int] = {}
         for root, nbytes in by_root.items():
             each = self._owner(root)
-            held[each] = held.get(each, 0) + nbytes
+            usage[each] = usage.get(each, 0) + nbytes
             used[each] = max(used.get(each, 0), used_by_root[root])
-        payers = self._eviction.payers(owner, self._more[owner], held, used, self._table.clock, self._budget)
+        payers = self._eviction.payers(owner, self._more[owner], usage, used, self._table.clock, self._budget)
         # Where all that they have is in use, whoever asks pays.
         for owners in (payers, [owner]):
             leaf = self._table.least_worth(functools.partial(self._is_spared, spared, frozenset(owners)))

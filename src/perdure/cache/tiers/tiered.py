@@ -103,15 +103,15 @@ class Tiers:
     def ways(self, hit: PrefixHit, rule: ReuseRule) -> list[tuple[PrefixHit, float]]:
         """`hit`, and what is left of it without reading from the last tier, from the one before it, and so
         on: each with what reading it costs, in tokens computed."""
-        found = [(hit, self._cost(hit))] if hit.length else []
+        ways = [(hit, self._cost(hit))] if hit.length else []
         for tier in reversed(self.lower):
-            if not found or not found[-1][1]:
+            if not ways or not ways[-1][1]:
                 break
-            blocks = list(takewhile(lambda block, name=tier.name: block.tier != name, found[-1][0].blocks))  # type: ignore[misc]
-            if len(blocks) < len(found[-1][0].blocks) and (blocks := rule.usable(blocks)):
+            blocks = list(takewhile(lambda block, name=tier.name: block.tier != name, ways[-1][0].blocks))  # type: ignore[misc]
+            if len(blocks) < len(ways[-1][0].blocks) and (blocks := rule.usable(blocks)):
                 shorter = PrefixHit(tuple(blocks), len(blocks[-1].tokens))
-                found.append((shorter, self._cost(shorter)))
-        return found
+                ways.append((shorter, self._cost(shorter)))
+        return ways
 
     def _cost(self, hit: PrefixHit) -> float:
         return sum(self.rates.cost(each.tier, each.nbytes) for each in hit.blocks if each.tier != Block.tier)

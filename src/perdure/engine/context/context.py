@@ -67,8 +67,8 @@ class StateCalls(GuardedCore):
         """Replace `seq` by saved state. Foreign or damaged bytes are refused before the engine sees them."""
         with self._lock:
             self._check(seq)
-            found = saved.unpack(state, functools.partial(self.identity_of, self._sets[seq]))
-            tokens = found.tokens
+            content = saved.unpack(state, functools.partial(self.identity_of, self._sets[seq]))
+            tokens = content.tokens
             if not 0 < len(tokens) <= self.n_ctx:
                 raise overflow(len(tokens), self.n_ctx, "so the saved state says")
             self._check_tokens(tokens)
@@ -77,7 +77,7 @@ class StateCalls(GuardedCore):
                 # Emptied first: the engine may refuse and keep a part of what was there.
                 self._core.remove(seq, 0)
                 self._ledger.cut(seq, 0)
-                if not self._core.write(seq, found.payload, partial=False):
+                if not self._core.write(seq, content.payload, partial=False):
                     raise EngineError(f"the engine refused a verified state; sequence {seq} is now empty")
                 self._confirm(seq, len(tokens))
                 self._ledger.replace(seq, tokens)
@@ -228,12 +228,12 @@ class StateCalls(GuardedCore):
             self._check()
             if not isinstance(self._core, TracingCore):
                 raise InvalidInputError("steps are not traced here: open with trace=('hidden',)")
-            asked = self._core.step_trace(self._rows.live(row, seq))
-            if isinstance(asked, Trace):
-                return asked
+            trace = self._core.step_trace(self._rows.live(row, seq))
+            if isinstance(trace, Trace):
+                return trace
             seq, behind = self._rows.behind(row, seq)
             stop = self._ledger.length(seq) - behind
-        return self.trace(seq, layers=asked.layers, what=asked.what, stop=stop).last()
+        return self.trace(seq, layers=trace.layers, what=trace.what, stop=stop).last()
 
     def kv_of(
         self, rows: NDArray[np.uint8], layer: int | None = None, *, start: int = 0, rope: bool = True
@@ -347,23 +347,23 @@ class Context(StateCalls):
         given places in `tokens`. Rows are zero-copy in the last native step and copies before it.
         """
         ids = self._check_tokens(tokens)
-        wanted = outputs(rows, len(ids))
+        row_marks = outputs(rows, len(ids))
         with self._lock:
             self._check(seq)
             start = self._check_room(seq, len(ids))
             self._rows.end()
             adapters, same = self._sets[seq], self.same_adapters(seq, start, len(ids))
-            chunks = list(self._chunks(wanted, same if same < len(ids) else 0))
+            chunks = list(self._chunks(row_marks, same if same < len(ids) else 0))
             marks = {seq: self._undo.mark(seq, len(ids), steps=len(chunks))}
-            found: dict[tuple[int, int], Source] = {}
+            sources: dict[tuple[int, int], Source] = {}
             with Undoing(self, marks):
                 for at, end in chunks:
                     self._use(adapters.at(start + at))
-                    self._run([BatchPart(seq, start + at, ids[at:end], wanted[at:end])])
-                    for index in marked(wanted[at:end] if len(chunks) > 1 else wanted):
-                        found[seq, at + index] = index if end == len(ids) else self._core.row(index).copy()
+                    self._run([BatchPart(seq, start + at, ids[at:end], row_marks[at:end])])
+                    for index in marked(row_marks[at:end] if len(chunks) > 1 else row_marks):
+                        sources[seq, at + index] = index if end == len(ids) else self._core.row(index).copy()
                 self._ledger.append(seq, ids)
-                self._rows.publish(found, {seq: len(ids)})
+                self._rows.publish(sources, {seq: len(ids)})
 
     def step(self, feeds: Sequence[Feed]) -> None:
         """Append to several sequences in one native step of at most `n_batch` tokens: all, or none."""
@@ -377,8 +377,8 @@ class Context(StateCalls):
         total = sum(len(ids) for _, ids, _ in checked)
         if not 0 < total <= self.n_batch:
             raise InvalidInputError(f"a step holds 1 to {self.n_batch} tokens, got {total}")
-        wanted = [outputs(rows, len(ids)) for _, ids, rows in checked]
-        places = {seq: marked(marks) for (seq, _, _), marks in zip(checked, wanted, strict=True)}
+        marks_of = [outputs(rows, len(ids)) for _, ids, rows in checked]
+        places = {seq: marked(marks) for (seq, _, _), marks in zip(checked, marks_of, strict=True)}
         if sum(map(len, places.values())) > self.capabilities.max_outputs:
             raise RowError(f"a step gives at most {self.capabilities.max_outputs} rows; ask for fewer")
         with self._lock:
@@ -386,7 +386,7 @@ class Context(StateCalls):
             self._check_seqs(places)
             parts = [
                 BatchPart(seq, self._check_room(seq, len(ids)), ids, marks)
-                for (seq, ids, _), marks in zip(checked, wanted, strict=True)
+                for (seq, ids, _), marks in zip(checked, marks_of, strict=True)
             ]
             # The engine batches streams together only in rising order.
             parts.sort(key=lambda part: part.seq)
@@ -401,7 +401,7 @@ class Context(StateCalls):
                     )
             self._rows.end()
             marks = {part.seq: self._undo.mark(part.seq, len(part.tokens)) for part in parts}
-            found: dict[tuple[int, int], Source] = {}
+            sources: dict[tuple[int, int], Source] = {}
             at = 0
             with Undoing(self, marks):
                 self._use(adapters)
@@ -409,9 +409,9 @@ class Context(StateCalls):
                 for part in parts:
                     self._ledger.append(part.seq, part.tokens)
                     for index in places[part.seq]:
-                        found[part.seq, index] = at + index
+                        sources[part.seq, index] = at + index
                     at += len(part.tokens)
-                self._rows.publish(found, {part.seq: len(part.tokens) for part in parts})
+                self._rows.publish(sources, {part.seq: len(part.tokens) for part in parts})
 
     def _step_tokens(self, feeds: Sequence[Feed]) -> bool:
         """A step of one token for each of some replies. False: it is not of that kind.
@@ -423,12 +423,12 @@ class Context(StateCalls):
         for feed in feeds:
             if type(feed) is not Feed or type(feed.tokens) is not list or feed.rows != "last":
                 return False
-            seq, found = feed.seq, feed.tokens
-            if len(found) != 1 or type(found[0]) is not int or not 0 <= found[0] < self.n_vocab:
+            seq, fed = feed.seq, feed.tokens
+            if len(fed) != 1 or type(fed[0]) is not int or not 0 <= fed[0] < self.n_vocab:
                 return False
             if type(seq) is not int or not 0 <= seq < self.n_seq:
                 return False
-            by_seq[seq] = found[0]
+            by_seq[seq] = fed[0]
         if len(by_seq) != len(feeds) or not 0 < len(feeds) <= min(
             self.n_batch, self.capabilities.max_outputs
         ):
@@ -529,19 +529,19 @@ class Context(StateCalls):
         """Keep the first `length` tokens of `seq`."""
         with self._lock:
             self._check(seq)
-            held = self._ledger.length(seq)
-            if not is_integer(length) or not 0 <= length <= held:
-                raise InvalidInputError(f"sequence {seq} holds {held} tokens, cannot keep {length}")
-            if 0 < length < held and not self.memory.can_cut(length, oldest := self._core.oldest(seq)):
-                reachable = self.memory.shortest_cut(held, oldest)
+            length_now = self._ledger.length(seq)
+            if not is_integer(length) or not 0 <= length <= length_now:
+                raise InvalidInputError(f"sequence {seq} holds {length_now} tokens, cannot keep {length}")
+            if 0 < length < length_now and not self.memory.can_cut(length, oldest := self._core.oldest(seq)):
+                reachable = self.memory.shortest_cut(length_now, oldest)
                 raise CannotRewindError(
-                    f"a {self.memory.name} memory cannot go from {held} tokens back to {length}; "
+                    f"a {self.memory.name} memory cannot go from {length_now} tokens back to {length}; "
                     f"it can reach {reachable}. Restore a checkpoint, or clear and decode again",
                     asked=length,
                     reachable=reachable,
                 )
             self._rows.end()
-            if length < held:
+            if length < length_now:
                 with Undoing(self, {seq: (length, None)}):
                     self._core.remove(seq, length)
                     self._confirm(seq, length)

@@ -137,8 +137,8 @@ class GuardedCore(Closing):
 
     def same_state_until(self, seq: int, adapters: AdapterSet) -> float:
         """How many tokens of state `seq` has as `adapters` would make it, if the tokens are the same."""
-        held = self.adapters_of(seq)
-        return math.inf if held is adapters else held.shared_until(adapters)
+        own = self.adapters_of(seq)
+        return math.inf if own is adapters else own.shared_until(adapters)
 
     def same_adapters(self, seq: int, start: int, count: int) -> int:
         """How many of the `count` tokens behind the first `start` of `seq` one step can take."""
@@ -217,10 +217,10 @@ class GuardedCore(Closing):
         return token_array(tokens, self.n_vocab)
 
     def _check_room(self, seq: int, count: int) -> int:
-        held = self._ledger.length(seq)
-        if held + count > self.n_ctx:
-            raise overflow(held + count, self.n_ctx, f"sequence {seq} holds {held} and got {count} more")
-        return held
+        length = self._ledger.length(seq)
+        if length + count > self.n_ctx:
+            raise overflow(length + count, self.n_ctx, f"sequence {seq} holds {length} and got {count} more")
+        return length
 
     def _held(self, seq: int) -> NDArray[np.int32]:
         if not self._ledger.length(seq):
@@ -310,18 +310,18 @@ class GuardedCore(Closing):
     def _fail(self, error: BaseException) -> None:
         """Undo what is unfinished; a failure of the engine is raised with what was kept."""
         before = self._undo.lengths()
-        kept = self._roll_back()
+        lengths = self._roll_back()
         if isinstance(error, Failure):
-            raise self._explain(error.outcome, before, kept) from None
+            raise self._explain(error.outcome, before, lengths) from None
 
     def _roll_back(self) -> dict[int, int]:
         """Undo what is unfinished: the tokens that each sequence has kept. What a step can have spoiled is
         not believed."""
         if self._unclear:
             self._undo.doubt(others=not self._stoppable)
-        kept = self._undo.carry_out()
+        lengths = self._undo.carry_out()
         self._unclear = False
-        return kept
+        return lengths
 
     def _halt(self) -> None:
         """Stop the native step in flight, where that harms no sequence but its own."""
@@ -329,20 +329,20 @@ class GuardedCore(Closing):
             self._halted = True
             self._core.stop()
 
-    def _explain(self, outcome: Outcome, before: Mapping[int, int], kept: dict[int, int]) -> Exception:
-        left = "nothing was changed" if kept == before else f"tokens kept by sequence: {kept}"
+    def _explain(self, outcome: Outcome, before: Mapping[int, int], lengths: dict[int, int]) -> Exception:
+        left = "nothing was changed" if lengths == before else f"tokens kept by sequence: {lengths}"
         if outcome is Outcome.ABORTED:
             if self._closing:
                 return ClosedError("this context was closed during the decode")
-            return DecodeCancelled(f"the decode was cancelled; {left}", kept=kept)
+            return DecodeCancelled(f"the decode was cancelled; {left}", kept=lengths)
         if outcome is Outcome.FULL:
-            held = sum(self._ledger.length(seq) for seq in range(self.n_seq))
+            total = sum(self._ledger.length(seq) for seq in range(self.n_seq))
             return ContextOverflow(
-                f"the engine found no room: {held} tokens are held over all sequences; {left}",
-                needed=held + 1,
-                fits=held,
+                f"the engine found no room: {total} tokens are held over all sequences; {left}",
+                needed=total + 1,
+                fits=total,
             )
-        return DecodeError(f"the engine failed to decode ({outcome.value}); {left}", kept=kept)
+        return DecodeError(f"the engine failed to decode ({outcome.value}); {left}", kept=lengths)
 
 
 class Undoing:

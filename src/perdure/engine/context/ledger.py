@@ -50,13 +50,13 @@ class Ledger:
         return np.array(self._tokens[seq][start:stop], dtype=np.int32)
 
     def starts_with(self, seq: int, prefix: NDArray[np.int32]) -> bool:
-        held = self._tokens[seq]
-        return len(prefix) <= len(held) and held[: len(prefix)].tobytes() == prefix.tobytes()
+        tokens = self._tokens[seq]
+        return len(prefix) <= len(tokens) and tokens[: len(prefix)].tobytes() == prefix.tobytes()
 
     def common_prefix(self, seq: int, tokens: NDArray[np.int32]) -> int:
         count = min(len(tokens), len(self._tokens[seq]))
-        held = np.frombuffer(self._tokens[seq][:count], np.int32) if count else tokens[:0]
-        differ = held != tokens[:count]
+        own = np.frombuffer(self._tokens[seq][:count], np.int32) if count else tokens[:0]
+        differ = own != tokens[:count]
         at = int(differ.argmax()) if count else 0
         return at if count and differ[at] else count
 
@@ -65,9 +65,9 @@ class Ledger:
 
     def append_each(self, seqs: Iterable[int], tokens: Iterable[int]) -> None:
         """Append one token to each of several sequences."""
-        held = self._tokens
+        by_seq = self._tokens
         for seq, token in zip(seqs, tokens, strict=True):
-            held[seq].append(token)
+            by_seq[seq].append(token)
 
     def cut(self, seq: int, length: int) -> None:
         del self._tokens[seq][length:]
@@ -124,19 +124,19 @@ class Undo:
 
     def carry_out(self) -> dict[int, int]:
         """Take every sequence that is not done to its mark: the tokens that each has kept."""
-        kept: dict[int, int] = {}
+        lengths: dict[int, int] = {}
         while self.marks:
             try:
                 self._rows.publish({}, {})
                 for seq, mark in self.marks.items():
                     length = self.return_to(seq, mark)
                     self._ledger.cut(seq, length)
-                    kept[seq] = length
+                    lengths[seq] = length
                 self.marks = {}
             except KeyboardInterrupt:
                 # A second Ctrl-C must not leave the ledger and the cache apart.
                 continue
-        return kept
+        return lengths
 
     def return_to(self, seq: int, mark: Mark) -> int:
         """Bring the cache of `seq` to `mark`, or empty it where that is impossible. The length kept."""
@@ -209,12 +209,12 @@ class StepRows:
 
     def view(self, row: int, seq: int | None) -> LogitsView:
         key = self._key(row, seq)
-        found = self._step.views.get(key)
-        if found is None:
+        view = self._step.views.get(key)
+        if view is None:
             source = self._sources[key]
             array = self._core.row(source) if isinstance(source, int) else source.view()
-            found = self._step.views[key] = LogitsView(array, self._step)
-        return found
+            view = self._step.views[key] = LogitsView(array, self._step)
+        return view
 
     def live(self, row: int, seq: int | None) -> int:
         """The entry of a row in the last batch."""
