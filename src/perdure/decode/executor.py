@@ -372,8 +372,8 @@ class Executor:
             self._fork_samples(group)
 
     def _take_together(self, plain: Sequence[_Row], *, is_watched: bool = False) -> Measures | None:
-        """Draw a token for each sequence, out of all their rows in one pass. `is_watched`: somebody wants to know
-        of each of them, and is told of these measures, in the order of the rows."""
+        """Draw a token for each sequence, out of all their rows in one pass. `is_watched`: somebody wants to
+        know of each of them, and is told of these measures, in the order of the rows."""
         # In the order of their rows in the engine's memory, where they are then one table.
         if len(plain) > 1:
             plain = sorted(plain, key=_BY_PLACE)

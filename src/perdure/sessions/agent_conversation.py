@@ -108,11 +108,11 @@ def find_line(
         return None
     name = conversation.line(count + 1)
     if best is not None and (turns := _whole_turns(best[1], best[0])):
-        turn, said = turns
-        if said < len(keys):
+        turn, length = turns
+        if length < len(keys):
             branch = best[1].fork(name, turn=turn)
             branch.note(conversation.origin)
-            return FoundLine(branch, _behind(rest, keys, said), made=True)
+            return FoundLine(branch, _behind(rest, keys, length), made=True)
     made = sessions.create(
         name, system=system, namespace=namespace, agent=conversation.agent, parent=conversation.parent
     )
@@ -181,12 +181,12 @@ def _common(first: Sequence[object], second: Sequence[object]) -> int:
 
 def _whole_turns(session: Session, common: int) -> tuple[int, int] | None:
     """How many turns of a session are in its first `common` messages, and how many messages those have."""
-    turns = said = 0
+    turns = messages = 0
     for turn in session.history():
         if turn.kind != "turn":
             return None
-        count = said + len(_keys([*turn.messages, *((turn.reply,) if turn.reply is not None else ())]))
+        count = messages + len(_keys([*turn.messages, *((turn.reply,) if turn.reply is not None else ())]))
         if count > common:
             break
-        turns, said = turns + 1, count
-    return (turns, said) if turns else None
+        turns, messages = turns + 1, count
+    return (turns, messages) if turns else None

@@ -204,13 +204,15 @@ class _Archive:
 
     def next(self, name: str, size: int, *, exactly: bool = False) -> int:
         """Go to the next file, which must have that name and at most, or exactly, that size. Its size."""
-        found = self._header()
-        fits = found is not None and (found.size == size if exactly else found.size <= size)
-        if found is None or found.name != name or not fits:
+        member = self._header()
+        fits = member is not None and (member.size == size if exactly else member.size <= size)
+        if member is None or member.name != name or not fits:
             raise CorruptStateError(f"this export lacks {name}, or has something else in its place")
-        if found.size > self._left:
-            raise CorruptStateError(f"{name} in this export is cut short: {self._left} of {found.size} bytes")
-        return found.size
+        if member.size > self._left:
+            raise CorruptStateError(
+                f"{name} in this export is cut short: {self._left} of {member.size} bytes"
+            )
+        return member.size
 
     def take(self, size: int) -> bytes:
         """The next `size` bytes, and what fills them up."""
@@ -266,10 +268,10 @@ class _Archive:
         self._left -= len(head)
         if not head.strip(b"\0"):
             return None
-        found = tarfile.TarInfo.frombuf(head, "utf-8", "strict")
-        if found.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or found.size < 0:
-            raise CorruptStateError(f"{found.name!r} in this export is no plain file")
-        return found
+        member = tarfile.TarInfo.frombuf(head, "utf-8", "strict")
+        if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or member.size < 0:
+            raise CorruptStateError(f"{member.name!r} in this export is no plain file")
+        return member
 
     def _fill(self, size: int) -> None:
         rest = -size % _UNIT
@@ -335,8 +337,8 @@ def _turns(lines: Iterator[bytes]) -> tuple[Turn, ...]:
     return tuple(turns)
 
 
-def _compare(part: ExportFile, found: str) -> None:
-    if found != part.sha256:
+def _compare(part: ExportFile, digest: str) -> None:
+    if digest != part.sha256:
         raise CorruptStateError(f"{part.name} in this export is damaged: its digest does not match")
 
 
@@ -362,8 +364,8 @@ def _put(file: IO[bytes], name: str, size: int, content: Iterable[bytes | memory
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:
-    said = {name: value for name, value in manifest.items() if name != "digest"}
-    text = json.dumps(said, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    content = {name: value for name, value in manifest.items() if name != "digest"}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 

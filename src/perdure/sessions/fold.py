@@ -29,10 +29,10 @@ FoldPlan: TypeAlias = Generator[tuple[Request, DeltaReader[ChatDelta] | None], l
 def turns_to_compact(start: Turn, history: History, keep: int) -> list[Turn]:
     """The start, and the last turns as far as a fold looks back: to the fold before it, and further only
     for the turns that it keeps."""
-    folded, said, first = False, 0, 0
+    folded, talked, first = False, 0, 0
     for depth, turn in history.back():
-        folded, said = folded or turn.kind == "fold", said + (turn.kind == "turn")
-        if folded and said > keep:
+        folded, talked = folded or turn.kind == "fold", talked + (turn.kind == "turn")
+        if folded and talked > keep:
             first = depth
             break
     return [start, *history.page(max(0, first - 1), None)]
@@ -43,7 +43,7 @@ def fold_turn(turns: Sequence[Turn], summary: str, keep: int) -> Turn:
 
     It stands behind the turns that it sums up, so that they stay reachable.
     """
-    said = _said(turns)
+    talked = _said(turns)
     # Without the summaries of earlier folds.
     head = list(turns[0].messages)
     text = f"{HEADING}\n{summary.strip()}"
@@ -51,7 +51,7 @@ def fold_turn(turns: Sequence[Turn], summary: str, keep: int) -> Turn:
         head = [replace(head[0], content=f"{head[0].content or ''}\n\n{text}"), *head[1:]]
     else:
         head = [Message(role="system", content=text), *head]
-    tail = [message for turn in said[len(said) - keep :] for message in context([turn])]
+    tail = [message for turn in talked[len(talked) - keep :] for message in context([turn])]
     return Turn(kind="fold", messages=(*head, *tail), created=time.time(), before=turns[-1].digest)
 
 
@@ -79,7 +79,7 @@ def make_room(
     chat_format: ChatFormat,
     base: History,
     start: Callable[[], Turn],
-    said: Sequence[Message],
+    new: Sequence[Message],
     *,
     namespace: str,
     settings: Mapping[str, Any],
@@ -95,7 +95,7 @@ def make_room(
         room = reply_room(settings, chat_format.n_ctx)
         options, _ = ChatOptions.split(settings)
         try:
-            prompt = chat_format.prompt([*messages, *said], options, namespace=namespace, must_fit=True)
+            prompt = chat_format.prompt([*messages, *new], options, namespace=namespace, must_fit=True)
         except ContextOverflow as error:
             return error.needed + room, True
         return len(prompt) + room, False
@@ -122,10 +122,10 @@ def make_room(
 
 
 def _said(turns: Sequence[Turn]) -> list[Turn]:
-    said = [turn for turn in turns if turn.kind == "turn"]
-    if not said:
+    talked = [turn for turn in turns if turn.kind == "turn"]
+    if not talked:
         raise SessionError("there is nothing to fold: nothing was said yet")
-    return said
+    return talked
 
 
 def cut_short(summary: ChatReply) -> ChatReply:

@@ -88,8 +88,8 @@ class _TurnChain:
         while self.before is not None and self.first > depth:
             assert self.read is not None
             left = self.before.depth + 1
-            wanted = max(_AT_ONCE, len(self.turns), left - depth)
-            chunk = self.read(self.before, wanted if wanted + _AT_ONCE <= left else left)
+            page = max(_AT_ONCE, len(self.turns), left - depth)
+            chunk = self.read(self.before, page if page + _AT_ONCE <= left else left)
             self.numbers[:0] = chunk.numbers
             self.turns[:0] = chunk.turns
             self.nbytes += sum(turn.nbytes for turn in chunk.turns)
@@ -119,14 +119,14 @@ class _TurnChain:
         if self.before is not None and self.before.depth == count - 1:
             return _TurnChain((), (), self.before, self.read, self.start)
         self.read_to(count - 1)
-        kept = count - self.first
+        length = count - self.first
         line = _TurnChain((), (), self.before, self.read, self.start)
-        dropped = self.turns[kept:]
-        if len(dropped) >= kept:
-            line.grow(self.numbers[:kept], self.turns[:kept])
+        dropped = self.turns[length:]
+        if len(dropped) >= length:
+            line.grow(self.numbers[:length], self.turns[:length])
             return line
         # Mostly one turn is dropped, of thousands: the others are not weighed again.
-        line.numbers, line.turns = self.numbers[:kept], self.turns[:kept]
+        line.numbers, line.turns = self.numbers[:length], self.turns[:length]
         line.nbytes = self.nbytes - sum(turn.nbytes for turn in dropped)
         return line
 
@@ -258,11 +258,11 @@ class History:
 
     def first(self, count: int) -> History:
         """After its first `count` turns."""
-        found: History | None = self
-        while found is not None:
-            if len(found) == count:
-                return found
-            found = found._before
+        history: History | None = self
+        while history is not None:
+            if len(history) == count:
+                return history
+            history = history._before
         return History(self._line, count + 1)
 
     def then(
@@ -278,17 +278,17 @@ class History:
             if line.end != self._count:
                 line = line.up_to(self._count)
             line.grow(numbers, turns)
-        found = History(line, self._count + len(turns))
-        found._before = self
-        found._transcript, found.rendering = whole, rendering
+        longer = History(line, self._count + len(turns))
+        longer._before = self
+        longer._transcript, longer.rendering = whole, rendering
         if all(turn.kind == "turn" for turn in turns):
-            said = [message for turn in turns for message in context([turn])]
-            found._messages = (*self.messages, *said)
+            messages = [message for turn in turns for message in context([turn])]
+            longer._messages = (*self.messages, *messages)
         if all(turn.keep != (0, 0) for turn in turns):
-            found._models = self.models | {turn.model for turn in turns if turn.added.tokens}
-        oldest: History | None = found
+            longer._models = self.models | {turn.model for turn in turns if turn.added.tokens}
+        oldest: History | None = longer
         for _ in range(_REMEMBERED):
             oldest = oldest._before if oldest is not None else None
         if oldest is not None:
             oldest._before = None
-        return found
+        return longer

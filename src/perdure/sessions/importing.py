@@ -117,9 +117,9 @@ def _stands_for(
     if any(token not in tokenizer.control and not vocabulary.piece(token) for token in tokens):
         # The model would read something that nobody sees.
         return False
-    found = tokenizer.decode(tokens).text
+    decoded = tokenizer.decode(tokens).text
     # Some vocabularies put a space before a text.
-    return found == text or (found[:1] == " " and found[1:] == text)
+    return decoded == text or (decoded[:1] == " " and decoded[1:] == text)
 
 
 def take_state(
@@ -133,8 +133,8 @@ def take_state(
     assert export.identity is not None
     try:
         blocks = list(export.blocks())
-        held = [token for block in blocks for token in block.tokens.tolist()]
-        if held != list(transcript(turns).tokens[: len(held)]):
+        state_tokens = [token for block in blocks for token in block.tokens.tolist()]
+        if state_tokens != list(transcript(turns).tokens[: len(state_tokens)]):
             raise CorruptStateError("it is of other tokens")
         taken = backend.cache.unpack(export.identity, blocks, namespace=namespace, adapters=adapters)
         return taken, ""

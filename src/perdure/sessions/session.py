@@ -168,22 +168,22 @@ class Session(SessionView):
         """Queue a reply to what is said, as if it were the next turn, or the one after turn number `turn`.
         The session stays as it is. `call_ids` is as in `TurnExtra`."""
         self._check_there()
-        asked = {**self.settings, **settings}
+        merged = {**self.settings, **settings}
         return Stream(
-            self._unkept(said_messages(said), preamble, self.standing(turn), call_ids, asked),
+            self._unkept(said_messages(said), preamble, self.standing(turn), call_ids, merged),
             self._host.backend.submit,
         )
 
     def _unkept(
         self,
-        said: Sequence[Message],
+        new: Sequence[Message],
         preamble: Sequence[Message],
         history: History,
         call_ids: str,
         settings: dict[str, Any],
     ) -> StreamPlan[ChatDelta, ChatReply]:
         exchanges = yield from self._host.chat_format.plan(
-            (*preamble, *history.messages, *said),
+            (*preamble, *history.messages, *new),
             namespace=self.namespace,
             known=self._usable_of(history),
             before=history.rendering,
@@ -311,8 +311,8 @@ class Session(SessionView):
             raise InvalidInputError(f"keep is a number of turns from 0, got {keep!r}")
         if summary is not None and not isinstance(summary, str):
             raise InvalidInputError(f"a summary is a text, got {summary!r}")
-        asked: dict[str, Any] = {"adapters": self.settings.get("adapters"), **settings}
-        deadline = take_deadline(asked)
+        merged: dict[str, Any] = {"adapters": self.settings.get("adapters"), **settings}
+        deadline = take_deadline(merged)
         pending = self._begin()
         base = pending.base
         try:
@@ -320,7 +320,7 @@ class Session(SessionView):
             if summary is not None:
                 turn = fold_turn(turns, summary, keep)
             else:
-                plan = summarised(self._host.chat_format, turns, keep, self.namespace, asked, deadline)
+                plan = summarised(self._host.chat_format, turns, keep, self.namespace, merged, deadline)
                 with Stream(_one_turn(plan), self._host.backend.submit) as stream:
                     turn = stream.reply()
             with self._lock:
@@ -526,13 +526,13 @@ class Session(SessionView):
     @property
     def _adapters(self) -> Mapping[str, float] | None:
         """What its state was computed with: in this process by its last turn, else by its settings."""
-        found: Mapping[str, float] | None
-        (found,) = self._computed_with or (self.settings.get("adapters"),)
-        return found
+        adapters: Mapping[str, float] | None
+        (adapters,) = self._computed_with or (self.settings.get("adapters"),)
+        return adapters
 
-    def _stream(self, pending: PendingTurn, base: History, said: Sequence[Message]) -> TurnStream:
+    def _stream(self, pending: PendingTurn, base: History, messages: Sequence[Message]) -> TurnStream:
         """Have what is said behind `base` answered. What takes time is done here: render and tokenise."""
-        pending.base, pending.said = base, said
+        pending.base, pending.said = base, messages
         stream = Stream(self._turn(pending), self._host.backend.submit, waits=True)
         pending.stream = weakref.ref(stream)
         return stream
@@ -626,12 +626,12 @@ class Session(SessionView):
         self, settings: Mapping[str, Any], keep_partial: bool = False, extra: TurnExtra | None = None
     ) -> Iterator[PendingTurn]:
         """Have the session for a turn; nobody else gets it before the turn's end. An error here ends it."""
-        asked = {**self.settings, **settings}
-        if asked.get("n", 1) != 1:
+        merged = {**self.settings, **settings}
+        if merged.get("n", 1) != 1:
             raise InvalidInputError("a turn has one reply; leave n at 1, or fork the session")
-        deadline = take_deadline(asked)
+        deadline = take_deadline(merged)
         pending = self._begin()
-        pending.settings, pending.deadline, pending.keep_partial = asked, deadline, keep_partial
+        pending.settings, pending.deadline, pending.keep_partial = merged, deadline, keep_partial
         try:
             if extra is not None:
                 pending.extra = extra

@@ -444,8 +444,8 @@ class Sessions(Closing):
     @property
     def at_hand(self) -> tuple[int, int]:
         """How many sessions are kept in memory, and about how many bytes these take: they grow in use."""
-        kept = self._at_hand.values()
-        return len(kept), sum(origin + session.turns_at_hand for session, origin in kept)
+        entries = self._at_hand.values()
+        return len(entries), sum(origin + session.turns_at_hand for session, origin in entries)
 
 
 def _weight(value: Any) -> int:
@@ -490,10 +490,10 @@ class Memories:
 
     def get(self, address: str, namespace: str = "") -> SessionMemory:
         name, turn, label = parse_address(address)
-        found = self._store.memories(namespace, session=name, turn=turn, label=label)
-        if not found:
+        memories = self._store.memories(namespace, session=name, turn=turn, label=label)
+        if not memories:
             raise SessionNotFoundError(f"there is no memory at {address}")
-        return found[0]
+        return memories[0]
 
     def wake(self, address: str | None, name: str, *, namespace: str = "") -> Session:
         """A new session at a memory. Without an address there must be exactly one memory."""
@@ -505,12 +505,12 @@ class Memories:
         self._store.forget(self.get(address, namespace))
 
     def _only(self, namespace: str) -> SessionMemory:
-        found = self.search(namespace=namespace, limit=_MANY)
-        if not found:
+        memories = self.search(namespace=namespace, limit=_MANY)
+        if not memories:
             raise SessionNotFoundError("there is no memory yet: label a turn of a session first")
-        if len(found) > 1:
-            many = f"{len(found)} memories" if len(found) < _MANY else "many memories"
+        if len(memories) > 1:
+            many = f"{len(memories)} memories" if len(memories) < _MANY else "many memories"
             raise AmbiguousError(
-                f"there are {many}: give the address of one", found=[memory.address for memory in found]
+                f"there are {many}: give the address of one", found=[memory.address for memory in memories]
             )
-        return found[0]
+        return memories[0]

@@ -174,9 +174,9 @@ class Turn:
         try:
             self._check_fields()
             # Of what was checked, text and whole numbers read as themselves.
-            said = self.messages if self.reply is None else (*self.messages, self.reply)
+            messages = self.messages if self.reply is None else (*self.messages, self.reply)
             settings = dict(self.settings)
-            same = all(Message.parse(each.to_dict()) == each for each in said)
+            same = all(Message.parse(each.to_dict()) == each for each in messages)
             same = same and json.loads(json.dumps(settings)) == settings
         except (CorruptStateError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise InvalidInputError(
@@ -192,23 +192,23 @@ def said_messages(said: Said) -> list[Message]:
         said = {"role": "user", "content": said}
     messages = [said] if isinstance(said, (Message, Mapping)) else said
     # Nothing has looked at a Message that a caller made himself.
-    found = [Message.parse(each.to_dict() if isinstance(each, Message) else each) for each in messages]
-    if not found:
+    parsed = [Message.parse(each.to_dict() if isinstance(each, Message) else each) for each in messages]
+    if not parsed:
         raise InvalidInputError("a turn needs at least one message")
-    if any(message.role == "user" and not (message.content or "").strip() for message in found):
+    if any(message.role == "user" and not (message.content or "").strip() for message in parsed):
         raise InvalidInputError("a message needs some text")
-    return found
+    return parsed
 
 
 def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that can be written down, as every JSON parser reads them: an infinite bias is written as
     100, which is what people write for one, and half a surrogate pair as a question mark."""
-    found = {}
+    plain = {}
     for name, value in settings.items():
         with suppress(TypeError, ValueError, RecursionError):
             scalar = type(value) in _SCALARS
-            found[name] = _plain(value if scalar else json.loads(json.dumps(value)))
-    return found
+            plain[name] = _plain(value if scalar else json.loads(json.dumps(value)))
+    return plain
 
 
 def portable_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -260,11 +260,11 @@ def digest_of(turn: Turn) -> bytes:
 
 def without_tokens(turns: Sequence[Turn]) -> list[Turn]:
     """The same conversation as text alone: its tokens are made anew from the messages."""
-    found: list[Turn] = []
+    stripped: list[Turn] = []
     for turn in turns:
-        before = found[-1].digest if found else FIRST
-        found.append(replace(turn, keep=(0, 0), added=Transcript(), model="", before=before))
-    return found
+        before = stripped[-1].digest if stripped else FIRST
+        stripped.append(replace(turn, keep=(0, 0), added=Transcript(), model="", before=before))
+    return stripped
 
 
 def transcript(turns: Iterable[Turn]) -> Transcript:
@@ -337,12 +337,12 @@ def _parting(base: Transcript, whole: Transcript) -> tuple[int, int]:
 def context(turns: Sequence[Turn]) -> list[Message]:
     """The messages that the next prompt is made of: all since the conversation last started anew."""
     first = next((at for at in range(len(turns) - 1, 0, -1) if turns[at].kind == "fold"), 0)
-    found: list[Message] = []
+    messages: list[Message] = []
     for turn in turns[first:]:
-        found += turn.messages
+        messages += turn.messages
         if turn.reply is not None:
-            found.append(turn.reply)
-    return found
+            messages.append(turn.reply)
+    return messages
 
 
 def pack_tokens(tokens: array[int]) -> bytes:

@@ -94,8 +94,8 @@ class ResponseSchema(BaseModel):
     def copy_of(cls, source: object, **others: object) -> Self:
         """One with the attributes of `source` that are called like its fields, and `others`."""
         assert others.keys() <= cls.model_fields.keys()
-        found = {name: getattr(source, name, _MISSING) for name in cls.model_fields.keys() - others.keys()}
-        return cls(**{name: value for name, value in found.items() if value is not _MISSING}, **others)
+        fields = {name: getattr(source, name, _MISSING) for name in cls.model_fields.keys() - others.keys()}
+        return cls(**{name: value for name, value in fields.items() if value is not _MISSING}, **others)
 
 
 class ErrorDetail(ResponseSchema):

@@ -229,8 +229,8 @@ def chat_options(body: ChatOptionsSchema, app_state: AppState) -> dict[str, Any]
         options["schema"] = body.response_format.json_schema.schema_
     elif body.response_format is not None and body.response_format.type == "json_object":
         options["schema"] = {"type": "object"}
-    given = {"reasoning_effort": body.reasoning_effort, "verbosity": body.verbosity}
-    if variables := {name: value for name, value in given.items() if value is not None}:
+    levels = {"reasoning_effort": body.reasoning_effort, "verbosity": body.verbosity}
+    if variables := {name: value for name, value in levels.items() if value is not None}:
         options["variables"] = variables
     extend(options, body.perdure, app_state)
     if body.chat_template_kwargs:

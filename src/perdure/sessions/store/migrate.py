@@ -190,7 +190,7 @@ class _Run:
 
     def _know(self, there: SessionInfo, numbers: Sequence[int], turns: Sequence[Turn]) -> None:
         """Which turns of the old store those of a session in the new one are."""
-        found = self._target.chain(there.head, there.name)
-        for number, turn, here, known in zip(numbers, turns, *found, strict=False):
+        chain = self._target.chain(there.head, there.name)
+        for number, turn, here, known in zip(numbers, turns, *chain, strict=False):
             if turn.digest == known.digest:
                 self._numbers[number] = here

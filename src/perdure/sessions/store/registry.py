@@ -142,26 +142,26 @@ def verify(folder: Path, progress: Progress) -> Verification:
     place = place_in(folder)
     if place is None:
         return repair.verify(folder, progress, lambda: encryption_of(folder))
-    found = Verification(store=folder)
+    verification = Verification(store=folder)
     try:
         with closing(_postgres(place, readonly=True)) as store:
-            repair.prove_sessions(store, found, progress)
+            repair.prove_sessions(store, verification, progress)
     except (StoreDamagedError, CorruptStateError) as error:
-        found.database = str(error)
-    if found.damaged or found.database:
-        found.not_repaired = f"{place.shown} is on a server: restore it there from a copy"
-    repair.read_blocks(folder, found, progress, lambda: encryption_of(folder))
-    return found
+        verification.database = str(error)
+    if verification.damaged or verification.database:
+        verification.not_repaired = f"{place.shown} is on a server: restore it there from a copy"
+    repair.read_blocks(folder, verification, progress, lambda: encryption_of(folder))
+    return verification
 
 
 def migrate(source: Path, target: Path, progress: Progress) -> Migration:
     """Bring all sessions and memories of a store into another one, while both are in use. State stays where
     it is: the first turn in the new store computes it again."""
-    with ExitStack() as held:
+    with ExitStack() as stack:
         stores = []
         for folder, readonly in ((source, True), (target, False)):
             store = _in_folder(folder, readonly)
-            held.callback(store.close)
+            stack.callback(store.close)
             assert isinstance(store, SqlStore)
             stores.append(store)
         first, second = stores

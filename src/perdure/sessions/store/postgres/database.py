@@ -338,21 +338,21 @@ class PostgresDatabase:
         if row != (True,):
             return None
         row = connection.execute("SELECT coalesce(max(number), 0) FROM migration").fetchone()
-        found = int(row[0]) if row else 0
-        if found > len(MIGRATIONS):
+        version = int(row[0]) if row else 0
+        if version > len(MIGRATIONS):
             raise StoreVersionError(
-                f"{self._place.shown} is of version {found}, this perdure knows up to {len(MIGRATIONS)}: "
+                f"{self._place.shown} is of version {version}, this perdure knows up to {len(MIGRATIONS)}: "
                 "update perdure",
-                found=found,
+                found=version,
                 known=len(MIGRATIONS),
             )
-        return found
+        return version
 
     def _check_version(self, connection: _Connection) -> None:
-        found = self._version(connection)
-        if found is None:
+        version = self._version(connection)
+        if version is None:
             raise StoreError(f"there are no sessions in {self._place.shown} yet")
-        if found < len(MIGRATIONS):
+        if version < len(MIGRATIONS):
             raise StoreReadOnlyError(f"{self._place.shown} must be migrated first: open it once for writing")
 
     def _migrate(self, connection: _Connection) -> None:
@@ -362,14 +362,14 @@ class PostgresDatabase:
         with connection.transaction():
             connection.execute("SELECT pg_advisory_xact_lock(%s)", [_MIGRATING])
             connection.execute(f'CREATE SCHEMA IF NOT EXISTS "{self._place.schema}"')
-            found = self._version(connection)
-            if found is None:
+            version = self._version(connection)
+            if version is None:
                 connection.execute(
                     "CREATE TABLE migration (number INTEGER PRIMARY KEY, name TEXT NOT NULL,"
                     " at TIMESTAMPTZ NOT NULL DEFAULT now())"
                 )
             for number, (name, statements) in enumerate(MIGRATIONS, 1):
-                if number > (found or 0):
+                if number > (version or 0):
                     connection.execute(statements.encode())
                     connection.execute("INSERT INTO migration VALUES (%s, %s)", [number, name])
 

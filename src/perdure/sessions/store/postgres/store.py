@@ -29,9 +29,9 @@ class PostgresStore(SqlStore):
         self.readonly = readonly
         self.is_shared = True
         self.place = place
-        with ExitStack() as held:
+        with ExitStack() as stack:
             self.database = PostgresDatabase(place, readonly=readonly)
-            held.callback(self.database.close)
+            stack.callback(self.database.close)
             super().__init__(self.database, DIALECT, Sequences(self.database), NeverDamaged())
             self.key: bytes | None = self._cluster_key()
             """What signs exports and shared state, the same for all replicas."""
@@ -40,8 +40,8 @@ class PostgresStore(SqlStore):
             self._leases: Leases | None = None
             if not readonly:
                 self._leases = Leases(self.database, place.lease, place.schema)
-                held.callback(self._leases.close)
-            self._held = held.pop_all()
+                stack.callback(self._leases.close)
+            self._held = stack.pop_all()
 
     def close(self) -> None:
         self._held.close()

@@ -145,10 +145,10 @@ class SqlStore:
         return info
 
     def find(self, namespace: str, name: str) -> SessionInfo:
-        found = self._find(namespace, name)
-        if found is None:
+        session = self._find(namespace, name)
+        if session is None:
             raise SessionNotFoundError(f"there is no session {name!r}")
-        return found
+        return session
 
     def has(self, namespace: str, name: str) -> bool:
         return self._find(namespace, name) is not None
@@ -445,25 +445,25 @@ class SqlStore:
         if not rows:
             self._check.wait()
             return None
-        found = proved_session(rows[0])
-        if (found.namespace, found.name) != (namespace, name):
+        session = proved_session(rows[0])
+        if (session.namespace, session.name) != (namespace, name):
             raise CorruptStateError(f"another session is found in the place of {name!r}: {ADVICE}")
-        return found
+        return session
 
     def _standing(self, session: SessionInfo, expected: int | None = None) -> Sequence[Any]:
         """The row of that very session as it is now, proved."""
-        found = self._db.rows(
+        rows = self._db.rows(
             f"{SESSION} WHERE s.number = ? AND s.namespace = ? AND s.name = ?",
             session.number,
             session.namespace,
             session.name,
         )
-        if not found:
+        if not rows:
             raise SessionNotFoundError(f"session {session.name!r} was deleted")
-        check_session(found[0], f": {ADVICE}")
-        if expected is not None and found[0][_HEAD] != expected:
+        check_session(rows[0], f": {ADVICE}")
+        if expected is not None and rows[0][_HEAD] != expected:
             raise SessionError(f"session {session.name!r} was changed meanwhile: nothing was done")
-        return found[0]
+        return rows[0]
 
     def _delete(self, session: SessionInfo) -> None:
         row = self._standing(session)
@@ -554,12 +554,12 @@ class SqlStore:
             while page := self._page(rows, namespace, _SEARCHED, after):
                 sessions = [proved_session(row) for row in page]
                 marks = ", ".join("?" * len(sessions))
-                said: dict[int | None, bool] = {}
+                has_text: dict[int | None, bool] = {}
                 heads = {session.head for session in sessions}
                 for number, parent, here in rows(
                     self._sql.spoken.format(heads=", ".join(map(str, heads))), text, text
                 ):
-                    said[number] = bool(here) or said.get(parent, False)
+                    has_text[number] = bool(here) or has_text.get(parent, False)
                 named = rows(
                     f"SELECT number FROM session WHERE number IN ({marks})"
                     f" AND {self._sql.contains.format('name')}",
@@ -568,7 +568,7 @@ class SqlStore:
                 )
                 numbers = {number for (number,) in named}
                 for session in sessions:
-                    if session.number in numbers or said.get(session.head):
+                    if session.number in numbers or has_text.get(session.head):
                         matches.append(session)
                         if len(matches) == limit:
                             return matches

@@ -144,8 +144,8 @@ def read_session(row: Sequence[Value], advice: str = "") -> SessionInfo:
 
 def check_session(row: Sequence[Value], advice: str = "") -> None:
     """Raise unless a row of `SESSION` is what its checksum says."""
-    *said, checksum, _ = row
-    if row_checksum(*said) != checksum:
+    *columns, checksum, _ = row
+    if row_checksum(*columns) != checksum:
         message = f"the entry of session {row[2]!r} is damaged, or the turn it names is gone"
         raise CorruptStateError(message + advice)
 
@@ -168,11 +168,13 @@ def proved_session(row: Sequence[Any]) -> SessionInfo:
 
 def read_memory(row: Sequence[Any]) -> SessionMemory:
     """The memory in a row of `MEMORY`, if it is what its checksum says."""
-    said = dict(zip(MEMORY_COLUMNS, row, strict=False))
+    columns = dict(zip(MEMORY_COLUMNS, row, strict=False))
     if row_checksum(*row[:-1]) != row[-1]:
-        raise CorruptStateError(f"the memory {said['label']!r} of session {said['session']!r} is damaged")
-    del said["turn"]
-    return SessionMemory(turn=said.pop("depth"), **said)
+        raise CorruptStateError(
+            f"the memory {columns['label']!r} of session {columns['session']!r} is damaged"
+        )
+    del columns["turn"]
+    return SessionMemory(turn=columns.pop("depth"), **columns)
 
 
 def read_turn(row: Sequence[Any], before: bytes) -> Turn:
@@ -279,14 +281,14 @@ class TurnTable:
         turns: list[Turn] = []
         taken = 0
         for number, parent, *_ in rows:
-            found = self._db.rows(
+            sized = self._db.rows(
                 f"SELECT {self._sql.turn_bytes}, {TURN} FROM turn t WHERE t.number = ?", number
             )
-            if not found:
+            if not sized:
                 raise CorruptStateError(
                     f"turn {after + 1 + len(turns)} of session {name!r} is gone: {ADVICE}"
                 )
-            [(size, *row)] = found
+            [(size, *row)] = sized
             taken += size
             if turns and nbytes is not None and taken > nbytes:
                 break
@@ -308,10 +310,10 @@ class TurnTable:
 
     def check(self, number: int, digest: bytes) -> TurnReference:
         """A turn, which must be there and be that very one."""
-        found = self._db.rows(f"SELECT {', '.join(TURN_COLUMNS)}, seal FROM turn WHERE number = ?", number)
-        if not found:
+        rows = self._db.rows(f"SELECT {', '.join(TURN_COLUMNS)}, seal FROM turn WHERE number = ?", number)
+        if not rows:
             raise SessionNotFoundError("the turn to go on from was deleted")
-        [(*place, checksum)] = found
+        [(*place, checksum)] = rows
         if turn_checksum(*place) != checksum or place[3] != digest:
             raise CorruptStateError(f"the turn that this one goes on from is damaged: {ADVICE}")
         return TurnReference(number, digest, place[2])
@@ -382,8 +384,8 @@ class TurnTable:
 
     def _digest(self, turn: int) -> bytes:
         """What the turn after it was made behind, as it lies: that one proves it."""
-        found = self._db.rows("SELECT digest FROM turn WHERE number = ?", turn)
-        return found[0][0] if found and isinstance(found[0][0], bytes) else b""
+        rows = self._db.rows("SELECT digest FROM turn WHERE number = ?", turn)
+        return rows[0][0] if rows and isinstance(rows[0][0], bytes) else b""
 
 
 # The memories of a database: labels of turns.
@@ -437,7 +439,7 @@ class MemoryTable:
 
     def _fitting(self, rows: Rows, where: Sequence[Condition], limit: int | None) -> list[SessionMemory]:
         query = f"{MEMORY} WHERE {' AND '.join(each for each, *_ in where)} ORDER BY m.number LIMIT ?"
-        values = [value for _, *given in where for value in given]
+        values = [value for _, *bound in where for value in bound]
         return [self.proved(row) for row in text_rows(rows, query, *values, row_limit(limit))]
 
     def proved(self, row: tuple[Any, ...]) -> SessionMemory:
@@ -469,8 +471,8 @@ class MemoryTable:
     def bring(self, memory: SessionMemory, head: int) -> list[int]:
         """Write a memory of another store, of turn number `head` here; the turns of those in its place."""
         at = TurnReference(head, memory.digest, memory.turn)
-        given = (memory.namespace, memory.session, at, memory.label, memory.kind, memory.note)
-        return self._write(*given, memory.created)[1]
+        columns = (memory.namespace, memory.session, at, memory.label, memory.kind, memory.note)
+        return self._write(*columns, memory.created)[1]
 
     def _write(
         self,
@@ -487,15 +489,15 @@ class MemoryTable:
         before = self._db.rows(f"SELECT number, turn FROM memory WHERE {there}", *key)
         for number, _ in before:
             self.drop(number)
-        said: list[Value] = [self._numbers.next("memory"), namespace, session, at.head]
-        said += [at.depth, label, kind, note, at.digest, created]
+        columns: list[Value] = [self._numbers.next("memory"), namespace, session, at.head]
+        columns += [at.depth, label, kind, note, at.digest, created]
         self._db.run(
             f"INSERT INTO memory ({', '.join(MEMORY_COLUMNS)}, seal)"
             f" VALUES ({', '.join('?' * len(MEMORY_COLUMNS))}, ?)",
-            *said,
-            row_checksum(*said),
+            *columns,
+            row_checksum(*columns),
         )
-        return read_memory([*said, row_checksum(*said)]), [last for _, last in before]
+        return read_memory([*columns, row_checksum(*columns)]), [last for _, last in before]
 
     def drop(self, number: int) -> None:
         self._db.run("DELETE FROM memory WHERE number = ?", number)
@@ -578,12 +580,12 @@ def read_tree(
 
 def _number(database: Database, session: SessionInfo, id_: str) -> int:
     """The number of a turn of the tree, by its id."""
-    found = database.rows(
+    rows = database.rows(
         f"{_TREE} SELECT t.number FROM tree JOIN turn t ON t.number = tree.number"
         f" WHERE substr(t.digest, 1, {ID_BYTES}) = ?",
         session.head,
         parse_turn_id(id_),
     )
-    if not found:
+    if not rows:
         raise SessionNotFoundError(f"there is no turn {id_} in the tree of session {session.name!r}")
-    return int(found[0][0])
+    return int(rows[0][0])

@@ -130,9 +130,11 @@ def restore(file: Path, folder: Path, *, progress: Progress | None = None) -> Ba
     try:
         make_folder(new, ours=True)
         about = _unpacked(file, new, progress)
-        found = verify(new, lambda done, total: None)
-        if found.not_repaired:
-            raise CorruptStateError(f"{file} holds no sessions that can be proved: {found.not_repaired}")
+        verification = verify(new, lambda done, total: None)
+        if verification.not_repaired:
+            raise CorruptStateError(
+                f"{file} holds no sessions that can be proved: {verification.not_repaired}"
+            )
         for path in (new, *(path for path in new.rglob("*") if path.is_dir())):
             sync_folder(path)
         with translate_os_errors(folder):
@@ -146,18 +148,20 @@ def restore(file: Path, folder: Path, *, progress: Progress | None = None) -> Ba
     return Backup(
         path=file,
         created=about["created"],
-        sessions=found.sessions if found.repair is None else found.repair.sessions,
-        turns=found.turns if found.repair is None else found.repair.turns,
+        sessions=verification.sessions if verification.repair is None else verification.repair.sessions,
+        turns=verification.turns if verification.repair is None else verification.repair.turns,
         blocks=sum(name.startswith("blocks/") for name in files),
         nbytes=file.stat().st_size,
-        left_out=_left_out(found),
+        left_out=_left_out(verification),
     )
 
 
-def _left_out(found: Verification) -> tuple[str, ...]:
-    lost = list(found.repair.cut) if found.repair is not None else []
-    if found.blocks is not None and found.blocks.quarantined:
-        lost.append(f"{found.blocks.quarantined} damaged blocks of state, which the next turns compute again")
+def _left_out(verification: Verification) -> tuple[str, ...]:
+    lost = list(verification.repair.cut) if verification.repair is not None else []
+    if verification.blocks is not None and verification.blocks.quarantined:
+        lost.append(
+            f"{verification.blocks.quarantined} damaged blocks of state, which the next turns compute again"
+        )
     return tuple(lost)
 
 

@@ -81,15 +81,15 @@ def repair(folder: Path) -> Repair:
             _exchange(folder, aside)
             return Repair(sessions=0, turns=0, memories=0, cut=(), found=(), aside=aside)
         with _copied(folder) as db:
-            found = _ProvedTurns(db)
-        if not found.turns:
+            proved = _ProvedTurns(db)
+        if not proved.turns:
             raise StoreDamagedError(f"nothing in {folder / FILE} can be proved: restore it from a copy")
-        known = SessionFolder(folder).mark() or found.id
+        known = SessionFolder(folder).mark() or proved.id
         temporary = folder / f"{MENDED}.tmp"
         _remove(temporary)
         new = Index(temporary, readonly=False, migrations=MIGRATIONS, functions={"seal": row_checksum})
         with closing(new), new.writing():
-            found.write(new)
+            proved.write(new)
             if known:
                 new.run("UPDATE register SET id = ?", known)
         with translate_os_errors(folder):
@@ -97,11 +97,11 @@ def repair(folder: Path) -> Repair:
         sync_folder(folder)
         _exchange(folder, aside)
         return Repair(
-            sessions=len(found.sessions),
-            turns=sum(turn.kind != "start" for turn in found.turns.values()),
-            memories=len(found.memories),
-            cut=found.cut,
-            found=[str(values["name"]) for values in found.sessions if values["namespace"] == FOUND],
+            sessions=len(proved.sessions),
+            turns=sum(turn.kind != "start" for turn in proved.turns.values()),
+            memories=len(proved.memories),
+            cut=proved.cut,
+            found=[str(values["name"]) for values in proved.sessions if values["namespace"] == FOUND],
             aside=aside,
         )
     finally:
@@ -201,37 +201,37 @@ class _ProvedTurns:
             )
         for values in self.sessions:
             head = values["head"]
-            said = [values[column] for column in SESSION_COLUMNS]
-            proof = row_checksum(*said, self.depths[head], self.turns[head].digest)
+            columns = [values[column] for column in SESSION_COLUMNS]
+            proof = row_checksum(*columns, self.depths[head], self.turns[head].digest)
             index.run(
                 f"INSERT INTO session ({', '.join(SESSION_COLUMNS)}, seal)"
-                f" VALUES ({', '.join('?' * len(said))}, ?)",
-                *said,
+                f" VALUES ({', '.join('?' * len(columns))}, ?)",
+                *columns,
                 proof,
             )
         for values in self.memories:
-            said = [values[column] for column in MEMORY_COLUMNS]
+            columns = [values[column] for column in MEMORY_COLUMNS]
             index.run(
                 f"INSERT INTO memory ({', '.join(MEMORY_COLUMNS)}, seal)"
-                f" VALUES ({', '.join('?' * len(said))}, ?)",
-                *said,
-                row_checksum(*said),
+                f" VALUES ({', '.join('?' * len(columns))}, ?)",
+                *columns,
+                row_checksum(*columns),
             )
 
         index.run(f"INSERT INTO usage {USAGE}")
 
     def _numbers(self, db: sqlite3.Connection) -> dict[str, int]:
-        found = {
+        largest = {
             "turn": max(self._raw, default=0),
             "session": max((row["number"] for row in self.sessions), default=0),
             "memory": max((row["number"] for row in self.memories), default=0),
         }
-        for table, last in found.items():
+        for table, last in largest.items():
             with suppress(*_UNREADABLE):
                 for number, proof in db.execute("SELECT last, seal FROM counter WHERE name = ?", [table]):
                     if row_checksum(table, number) == proof:
-                        found[table] = max(last, number)
-        return found
+                        largest[table] = max(last, number)
+        return largest
 
     def _prove(self, number: int) -> None:
         row = self._raw[number]
@@ -336,12 +336,12 @@ def _rows(
     names = [*columns, *(["whole"] if whole else [])]
     for number in sorted(number for number in numbers if isinstance(number, int)):
         with suppress(*_UNREADABLE):
-            found = db.execute(
+            cursor = db.execute(
                 f"SELECT {', '.join(f't.{column}' for column in columns)}{', ' if whole else ''}{whole}"
                 f" FROM {table} t NOT INDEXED WHERE t.number = ?",
                 [number],
             ).fetchall()
-            for row in found:
+            for row in cursor:
                 parts = [*row[: len(columns)], *([row[len(columns) :]] if whole else [])]
                 yield dict(zip(names, parts, strict=True))
 
@@ -398,39 +398,39 @@ def verify(
 ) -> Verification:
     """Prove every turn that a session or a memory leads to, then have every block read; `encryption` finds
     the key of blocks that are encrypted."""
-    found = Verification(store=folder)
+    verification = Verification(store=folder)
     try:
-        _read_sessions(folder, found, progress)
+        _read_sessions(folder, verification, progress)
     except (StoreDamagedError, CorruptStateError) as error:
-        found.database = str(error)
-    if found.damaged or found.database:
+        verification.database = str(error)
+    if verification.damaged or verification.database:
         try:
-            found.repair = repair(folder)
+            verification.repair = repair(folder)
         except (StoreDamagedError, StoreLockedError) as error:
-            found.not_repaired = str(error)
-    read_blocks(folder, found, progress, encryption)
-    return found
+            verification.not_repaired = str(error)
+    read_blocks(folder, verification, progress, encryption)
+    return verification
 
 
-def _read_sessions(folder: Path, found: Verification, progress: Progress) -> None:
+def _read_sessions(folder: Path, verification: Verification, progress: Progress) -> None:
     with closing(SqliteStore(folder, readonly=True)) as store:
         store.index.check()
         store.index.check_schema()
-        prove_sessions(store, found, progress)
+        prove_sessions(store, verification, progress)
 
 
-def prove_sessions(store: SqlStore, found: Verification, progress: Progress) -> None:
+def prove_sessions(store: SqlStore, verification: Verification, progress: Progress) -> None:
     """Prove every turn that a session or a memory of an open store leads to."""
     sessions, memories = store.every()
-    found.sessions, found.memories = len(sessions), len(memories)
+    verification.sessions, verification.memories = len(sessions), len(memories)
     points: list[tuple[str, Callable[[], Chain]]] = []
     for row in sessions:
         what = f"session {_quoted(str(row[2]))}{_of(row[1])}"
         points.append((what, partial(_session, store, row)))
     for row in memories:
-        said = dict(zip(MEMORY_COLUMNS, row, strict=False))
-        what = f"memory {_quoted(str(said['label']))} of {_quoted(str(said['session']))}"
-        points.append((what + _found_in(said["namespace"]), partial(_memory, store, row)))
+        columns = dict(zip(MEMORY_COLUMNS, row, strict=False))
+        what = f"memory {_quoted(str(columns['label']))} of {_quoted(str(columns['session']))}"
+        points.append((what + _found_in(columns["namespace"]), partial(_memory, store, row)))
     proved: dict[int, str] = {}
     for number, (what, prove) in enumerate(points, 1):
         try:
@@ -441,9 +441,9 @@ def prove_sessions(store: SqlStore, found: Verification, progress: Progress) -> 
                     store.check_turn(at, turn.digest)
                     proved[at] = turn.kind
         except CorruptStateError as error:
-            found.damaged.append((what, str(error)))
+            verification.damaged.append((what, str(error)))
         progress(number, len(points))
-    found.turns = sum(kind != "start" for kind in proved.values())
+    verification.turns = sum(kind != "start" for kind in proved.values())
     store.check_counts()
 
 
@@ -456,8 +456,8 @@ def _memory(store: SqlStore, row: tuple[Any, ...]) -> Chain:
     return store.chain_of(read_memory(row))
 
 
-def _repair(kept: Repair) -> dict[str, Any]:
-    return {**dataclasses.asdict(kept), "aside": str(kept.aside)}
+def _repair(made: Repair) -> dict[str, Any]:
+    return {**dataclasses.asdict(made), "aside": str(made.aside)}
 
 
 def _quoted(name: str) -> str:
@@ -470,7 +470,7 @@ def _found_in(namespace: object) -> str:
 
 
 def read_blocks(
-    folder: Path, found: Verification, progress: Progress, encryption: Callable[[], Encryption | None]
+    folder: Path, verification: Verification, progress: Progress, encryption: Callable[[], Encryption | None]
 ) -> None:
     """Have every block of a store read and proved."""
     from perdure.cache.tiers.archive import block_folders
@@ -480,10 +480,10 @@ def read_blocks(
         try:
             disk = DiskTier(place, budget=STORE_BYTES, rebuild=True, encryption=encryption())
         except (StoreLockedError, StoreKeyError) as error:
-            found.unread = str(error)
+            verification.unread = str(error)
             continue
         try:
             findings = disk.verify(progress)
         finally:
             disk.close()
-        found.blocks = findings if found.blocks is None else found.blocks + findings
+        verification.blocks = findings if verification.blocks is None else verification.blocks + findings

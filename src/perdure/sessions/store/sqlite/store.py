@@ -237,11 +237,11 @@ class SessionFolder:
         path = self.path / KEY
         with translate_os_errors(path):
             try:
-                found = path.read_bytes()
+                key = path.read_bytes()
             except FileNotFoundError:
-                found = b""
-        if len(found) == 32:
-            return found
+                key = b""
+        if len(key) == 32:
+            return key
         if readonly:
             return None
         # Without it, or if it was damaged, older exports are still read, but their state is not known again.
@@ -357,7 +357,7 @@ class SqliteStore(SqlStore):
         self.is_shared = folder is not None
         self._files = SessionFolder(folder) if folder is not None else None
         self._turn_locks: TurnLocks | None = None
-        with ExitStack() as held, ExitStack() as opening:
+        with ExitStack() as stack, ExitStack() as opening:
             known = ""
             if folder is not None and self._files is not None:
                 if not readonly:
@@ -366,12 +366,12 @@ class SqliteStore(SqlStore):
                     with translate_os_errors(folder):
                         opening.enter_context(lock)
                     use = UseLock(folder)
-                    held.callback(use.release)
+                    stack.callback(use.release)
                     if use.first:
                         # Of processes that were killed.
                         self._files.clear_transfers()
                     self._turn_locks = TurnLocks(folder)
-                    held.callback(self._turn_locks.close)
+                    stack.callback(self._turn_locks.close)
                 known = self._files.mark()
                 self._files.check_there(known)
             self.index = Index(
@@ -381,13 +381,13 @@ class SqliteStore(SqlStore):
                 functions={"seal": row_checksum},
                 advice=f"{ADVICE}; else restore it from a copy",
             )
-            held.callback(self.index.close)
+            stack.callback(self.index.close)
             # These have a few rows each, however much is kept.
             for table in ("register", "counter"):
                 self.index.check(table)
             # So that none of these is missed: what is found through an index is all there is.
             check = TableCheck(self.index, ("session", "memory"))
-            held.callback(check.close)
+            stack.callback(check.close)
             super().__init__(self.index, DIALECT, Counters(self.index), check)
             self.key: bytes | None = secrets.token_bytes(32)
             """What signs exports, so that the state in them is known again. None where it may not be made."""
@@ -395,7 +395,7 @@ class SqliteStore(SqlStore):
                 own = next((row[0] for row in self.index.rows("SELECT id FROM register")), None)
                 self._files.check_own(own, known, readonly=readonly)
                 self.key = self._files.key(readonly=readonly)
-            self._held = held.pop_all()
+            self._held = stack.pop_all()
 
     def close(self) -> None:
         self._held.close()
