@@ -137,7 +137,7 @@ class SlotTable:
         if len(tokens) > len(head):
             for seq in (counts == len(head)).nonzero()[0].tolist():
                 counts[seq] = common_prefix_length(self.all[seq].tokens, tokens)
-        if self._context.mixed or adapters != self._context.adapters:
+        if self._context.mixed or adapters is not self._context.adapters:
             # Also of a busy one: it was given its set before it was given its tokens.
             for seq in counts.nonzero()[0].tolist():
                 counts[seq] = min(counts[seq], self._context.same_state_until(seq, adapters))
