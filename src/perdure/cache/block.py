@@ -61,7 +61,7 @@ def cost_of_token(row_bytes: int) -> int:
 
 def block_id(parent: BlockId, tokens: NDArray[np.int32]) -> BlockId:
     """The name of the block that follows `parent` with `tokens`."""
-    return BlockId(hashlib.sha256(parent + tokens.astype("<i4").tobytes()).digest())
+    return block_id_of(parent, tokens.astype("<i4").tobytes())
 
 
 def block_id_of(parent: bytes, tokens: bytes) -> BlockId:
