@@ -22,15 +22,37 @@ UNCHECKED := $(foreach name,crash runtime_store state_machine import import_fuzz
   --ignore-glob='*/test_$(name).py')
 ZOO := llama or qwen3 or deepseek2 or gemma3 or mamba or jamba
 
-.PHONY: chat test test-next check soak bench mlx models lint setup engine page browser servers ray dist docs api clean
+.PHONY: chat test test-all test-rest kernel changed test-next check soak bench mlx models lint setup engine page browser servers ray dist docs api clean
 
 chat: $(CHAT)
 	@$(BIN)/perdure chat
 
+# The tests that a change is judged by at once: one model a kind of memory, some of the services and pages.
 test:
 	@$(MAKE) --no-print-directory -j 2 lint browser
 	@$(MAKE) --no-print-directory servers
-	$(BIN)/python -m pytest -m "not soak" -n $(WORKERS) --dist worksteal
+	PERDURE_TESTS=quick $(BIN)/python -m pytest -m "not soak and not full" -n $(WORKERS) --dist worksteal
+
+# All of them: then every other model, service and page.
+test-all: test test-rest
+
+test-rest: $(TEST) browser servers
+	$(BIN)/python -m pytest -m "full and not soak" -n $(WORKERS) --dist worksteal
+
+# The kernel alone, without any extension: what a conversation that lasts needs.
+KERNEL := tests/cache tests/chat tests/decode tests/engine tests/events tests/libraries tests/memory tests/models \
+  tests/sessions tests/sharing tests/store tests/worker tests/test_option_names.py tests/test_options.py \
+  tests/test_public_names.py tests/test_system.py tests/test_typing.py
+kernel: $(TEST)
+	PERDURE_TESTS=quick PERDURE_HIDDEN=all PYTHONPATH=tests/hiding $(BIN)/python -m pytest -q \
+	  -m "not soak and not full and not model" -n $(WORKERS) --dist worksteal $(KERNEL)
+
+# The tests of what differs from BASE, and of what stands above it.
+BASE ?= HEAD
+changed: $(TEST)
+	$(BIN)/ruff check .
+	PERDURE_TESTS=quick $(BIN)/python -m pytest -q -m "not soak and not full" -n $(WORKERS) --dist worksteal \
+	  $$($(BIN)/python -m tools.changed $(BASE))
 
 # The tests that depend on llama.cpp's version, on the newest one that is on PyPI: docs/internals/next_engine.md.
 test-next: $(TEST)
@@ -48,8 +70,8 @@ soak: $(TEST) ray
 # All of MLX, for a Mac or another machine that it was not tried on: docs/mlx.md has the list.
 mlx: $(TEST)
 	$(INSTALL) --quiet -e ".[mlx]"
-	$(BIN)/python -m pytest -q -k mlx -m "soak or not soak" tests/mlx_engine tests/engine tests/cache \
-	  tests/promises tests/sessions tests/store tests/decode/test_speculation_llama.py
+	$(BIN)/python -m pytest -q -k mlx -m "soak or not soak" tests/ext/mlx tests/engine tests/cache \
+	  tests/promises tests/sessions tests/store tests/decode/test_drafting_llama.py
 	$(BIN)/python -m bench.mlx
 
 # What works with models, one row each: make models MODELS="a.gguf owner/repo:Q4_K_M".
@@ -113,6 +135,7 @@ docs: $(DOCS) api
 
 # docs/api.md, from signatures and docstrings, and what `perdure --help` prints.
 api: $(CHAT)
+	$(BIN)/python -m tools.engine_keywords
 	$(BIN)/python tools/api_reference.py
 	$(BIN)/python tools/command_help.py
 	$(BIN)/python -m tools.option_tables

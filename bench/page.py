@@ -23,7 +23,7 @@ import perdure
 from bench.harness import Bench, Figure, Gauge, Pairs, Run, at_most
 from bench.machine import Watch
 from perdure.chat.message import Message
-from perdure.server.core.app_state import AppState
+from perdure.server.core.server_state import ServerState
 from perdure.server.http_server import HttpServer, address, bind
 from perdure.sessions.turn import Turn
 from perdure.testing.toy import Faults, Gate, ToyModel
@@ -101,7 +101,7 @@ def _server(gate: Gate) -> Iterator[tuple[str, perdure.Runtime]]:
     ):
         listening = bind("127.0.0.1", 0)
         listening.listen(64)
-        http_server = HttpServer(AppState(runtime=runtime, name="toy"))
+        http_server = HttpServer(ServerState(runtime=runtime, name="toy"))
         thread = threading.Thread(target=http_server.run, kwargs={"sockets": [listening]})
         thread.start()
         try:

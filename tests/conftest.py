@@ -6,7 +6,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,11 +15,12 @@ from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
 import built  # noqa: F401 (first: the others import what it compiles)
+import kinds
 import subjects
 import zoo
-from cluster.servers import PostgresServer, postgres_server
 from perdure import request_options as settings_of_a_draw
-from perdure.engine.llama.native import probe
+from perdure.engine.llama.native.choice import choose
+from perdure.extension import extensions
 from subjects import Subject
 from zoo import folders
 
@@ -33,13 +34,36 @@ sys.dont_write_bytecode = False
 
 # A busy machine is no reason for a test to fail.
 settings.register_profile("perdure", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("perdure")
+# A quarter of the examples, and the same ones in every run, where a change is judged at once.
+settings.register_profile("quick", settings.get_profile("perdure"), max_examples=25, derandomize=True)
+settings.load_profile("quick" if os.environ.get("PERDURE_TESTS") == "quick" else "perdure")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Have the llama.cpp library before the workers start: it is fetched once, into the usual place."""
     if not hasattr(session.config, "workerinput"):
-        probe.choose()
+        choose()
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Without an extension there are no tests of it."""
+    folder = Path(__file__).parent / "ext"
+    if folder in collection_path.parents:
+        name = collection_path.relative_to(folder).parts[0]
+        return True if (folder / name).is_dir() and name not in extensions() else None
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what a test starts, and skip what needs an extension that is not there."""
+    for item in items:
+        kind = kinds.kind_of(item)
+        item.add_marker(kind)
+        if kind in kinds.LATER and not kinds.is_smoke(item):
+            item.add_marker("full")
+        names = {name for mark in item.iter_markers("extension") for name in mark.args}
+        if missing := sorted(names - extensions().keys()):
+            item.add_marker(pytest.mark.skip(reason=f"needs the extension {', '.join(missing)}"))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -58,12 +82,12 @@ def drawn_seeds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.fixture(scope="session")
-def zoo_path(pytestconfig: pytest.Config) -> Callable[[str], Path]:
-    """`zoo_path("llama")` is the file of that toy model, written once for all workers and runs."""
-    cache = pytestconfig.cache
-    assert cache is not None
-    folder = cache.mkdir(f"zoo-{zoo.digest()}")
-    others = cache.mkdir(f"folders-{folders.digest()}")
+def zoo_path(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`zoo_path("llama")` is the file of that toy model, written once for all workers and runs. Without
+    pytest's cache (`-p no:cacheprovider`), for this run alone."""
+    cache: pytest.Cache | None = getattr(pytestconfig, "cache", None)
+    make = tmp_path_factory.mktemp if cache is None else cache.mkdir
+    folder, others = make(f"zoo-{zoo.digest()}"), make(f"folders-{folders.digest()}")
 
     def path(name: str) -> Path:
         if name in subjects.MLX:
@@ -95,10 +119,3 @@ def find_subject(zoo_path: Callable[[str], Path]) -> Callable[[str], Subject]:
 def subject(request: pytest.FixtureRequest, find_subject: Callable[[str], Subject]) -> Subject:
     """Every model in turn: the toy engine's kinds of memory, then the zoo on llama.cpp, then on MLX."""
     return find_subject(request.param)
-
-
-@pytest.fixture(scope="session")
-def postgres() -> Iterator[PostgresServer]:
-    """A PostgreSQL server for all tests of this process."""
-    with postgres_server() as server:
-        yield server

@@ -15,7 +15,7 @@ from perdure.decode.sequence import SequenceGroup
 from perdure.engine.context import Context
 from perdure.engine.contract import Core
 from perdure.engine.embedder import Embedder
-from perdure.engine.llama.weights import Weights
+from perdure.engine.llama.weights import LlamaWeights
 
 
 def inside(rt: Runtime) -> LocalBackend:
@@ -28,7 +28,7 @@ def core_of(context: Context | Embedder) -> Core:
     return context._core
 
 
-def weights_of(model: Model) -> Weights:
+def weights_of(model: Model) -> LlamaWeights:
     """What the library has loaded, for tests that ask the library itself."""
     return model._open()
 

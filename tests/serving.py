@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import base64
+import datetime
 import hashlib
+import http.client
 import io
+import ipaddress
 import json
 import re
+import select
+import socket
+import ssl
 import tarfile
 import threading
 import zipfile
@@ -14,7 +20,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
 
 
 @dataclass(kw_only=True)
@@ -53,8 +66,8 @@ class Site:
 
 
 @contextmanager
-def site() -> Iterator[Site]:
-    """A site that is up while the block runs."""
+def site(certificate: ssl.SSLContext | None = None) -> Iterator[Site]:
+    """A site that is up while the block runs; by HTTPS, with that certificate."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -125,6 +138,9 @@ def site() -> Iterator[Site]:
 
     server = Server(("127.0.0.1", 0), Handler)
     here = Site(server)
+    if certificate is not None:
+        server.socket = certificate.wrap_socket(server.socket, server_side=True)
+        here.url = here.url.replace("http://", "https://")
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
@@ -136,6 +152,102 @@ def site() -> Iterator[Site]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+@contextmanager
+def proxy() -> Iterator[Site]:
+    """A forwarding proxy: its `requests` are the addresses that it was asked for, `host:port` for tunnels."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+            pass
+
+        def _note(self) -> None:
+            login = self.headers.get("Proxy-Authorization")
+            here.requests.append(
+                Request(method=self.command, path=self.path, range=None, authorization=login)
+            )
+
+        def do_GET(self) -> None:
+            self._note()
+            parts = urlsplit(self.path)
+            connection = http.client.HTTPConnection(parts.netloc)
+            connection.request("GET", f"{parts.path}?{parts.query}", headers=dict(self.headers))
+            answer = connection.getresponse()
+            body = answer.read()
+            self.send_response(answer.status)
+            for name, value in answer.getheaders():
+                if name.lower() not in ("content-length", "connection", "transfer-encoding"):
+                    self.send_header(name, value)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+            connection.close()
+
+        def do_CONNECT(self) -> None:
+            self._note()
+            host, _, port = self.path.rpartition(":")
+            self.close_connection = True
+            with socket.create_connection((host, int(port))) as there:
+                self.send_response(200)
+                self.end_headers()
+                ends = {self.connection: there, there: self.connection}
+                while True:
+                    for end in select.select(list(ends), [], [])[0]:
+                        if not (data := end.recv(1 << 16)):
+                            return
+                        ends[end].sendall(data)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    here = Site(server)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield here
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def own_authority(folder: Path) -> tuple[Path, ssl.SSLContext]:
+    """A company's certificate authority as a file, and the context of a local server that it signed."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    now = datetime.datetime.now(datetime.UTC)
+
+    def signed(name: str, public: ec.EllipticCurvePublicKey, *, is_authority: bool) -> x509.Certificate:
+        return (
+            x509.CertificateBuilder()
+            .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
+            .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "A Company")]))
+            .public_key(public)
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - datetime.timedelta(days=1))
+            .not_valid_after(now + datetime.timedelta(days=1))
+            .add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
+            .add_extension(
+                x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]),
+                critical=False,
+            )
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+            .add_extension(
+                x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key()), critical=False
+            )
+            .sign(key, hashes.SHA256())
+        )
+
+    authority = folder / "company.pem"
+    authority.write_bytes(signed("A Company", key.public_key(), is_authority=True).public_bytes(Encoding.PEM))
+    own = ec.generate_private_key(ec.SECP256R1())
+    pair = folder / "server.pem"
+    pair.write_bytes(
+        own.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        + signed("127.0.0.1", own.public_key(), is_authority=False).public_bytes(Encoding.PEM)
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(pair)
+    return authority, context
 
 
 def wheel(package: str, version: str, files: Mapping[str, bytes]) -> bytes:
@@ -164,12 +276,12 @@ def metadata(package: str, version: str) -> bytes:
     return f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n".encode()
 
 
-def put_wheel(here: Site, package: str, version: str, data: bytes) -> str:
+def put_wheel(here: Site, package: str, version: str, data: bytes, prefix: str = "") -> str:
     """Put a wheel on the site's package index; give its path. pip's own look at it needs no download."""
     name = f"{package.replace('-', '_')}-{version}-py3-none-any.whl"
-    path = f"/files/{name}"
+    path = f"{prefix}/files/{name}"
     about = metadata(package, version)
-    here.pages[f"/simple/{package}/"] = Page(
+    here.pages[f"{prefix}/simple/{package}/"] = Page(
         body=(
             f'<!DOCTYPE html><a href="{path}#sha256={hashlib.sha256(data).hexdigest()}" '
             f'data-core-metadata="sha256={hashlib.sha256(about).hexdigest()}">{name}</a>'
@@ -192,17 +304,21 @@ def npm_archive(files: Mapping[str, bytes]) -> bytes:
     return buffer.getvalue()
 
 
-def put_npm(here: Site, name: str, version: str, data: bytes) -> str:
-    """Put a package on the site's npm registry; give the path of its archive."""
-    path = f"/{name}/-/{name.rpartition('/')[2]}-{version}.tgz"
+def put_npm(here: Site, name: str, version: str, data: bytes, prefix: str = "", public: str = "") -> str:
+    """Put a package on the site's npm registry; give the path of its archive. A mirror may list it as at
+    the `public` registry."""
+    path = f"{prefix}/{name}/-/{name.rpartition('/')[2]}-{version}.tgz"
     integrity = f"sha512-{base64.b64encode(hashlib.sha512(data).digest()).decode()}"
     about = {
         "name": name,
         "version": version,
-        "dist": {"tarball": f"{here.url}{path}", "integrity": integrity},
+        "dist": {
+            "tarball": f"{public or here.url + prefix}{path.removeprefix(prefix)}",
+            "integrity": integrity,
+        },
     }
     listing = {"name": name, "dist-tags": {"latest": version}, "versions": {version: about}}
-    here.pages[f"/{name}"] = Page(
+    here.pages[f"{prefix}/{name}"] = Page(
         body=json.dumps(listing).encode(), headers={"Content-Type": "application/json"}
     )
     here.pages[path] = Page(body=data, headers={"Content-Type": "application/octet-stream"})

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 import zoo
 from perdure import Context, Model
-from perdure.engine.model import Model as AnyModel
+from perdure.engine.model import EngineModel as AnyModel
 from perdure.engine.registry import open_model
 from perdure.memory import MEMORY_KINDS, MemorySpec
 from perdure.testing.toy import ToyModel
@@ -37,9 +37,25 @@ SOAKED = [*NEXT_TOKEN, *DRAFTED, *(name for name in MLX if name != "mlx-llama")]
 """Those that run over all suites only in `make soak`: they take long, or tests of their own say most."""
 
 
+ALIKE = ("qwen3", "qwen3moe", "deepseek2", "mlx-llama")
+"""Those whose kind of memory another one has: they run in `make test-all`."""
+
+
 def every(names: Iterable[str]) -> list[Any]:
     """The parameters of a test over these models."""
-    return [pytest.param(name, marks=[pytest.mark.soak] if name in SOAKED else []) for name in names]
+    marks = {**dict.fromkeys(ALIKE, pytest.mark.full), **dict.fromkeys(SOAKED, pytest.mark.soak)}
+    guess, folder = [pytest.mark.extension("speculation")], [pytest.mark.extension("mlx")]
+    return [
+        pytest.param(
+            name,
+            marks=[
+                *([marks[name]] if name in marks else []),
+                *(guess if name in (*NEXT_TOKEN, *DRAFTED) else []),
+                *(folder if name in MLX else []),
+            ],
+        )
+        for name in names
+    ]
 
 
 # With these the engine rounds least: no half-precision sums over cells, whose order then hardly matters.
@@ -56,7 +72,7 @@ alike on many CPUs. Where they are not, such tests use `PRECISE` and a bound tha
 class Noise:
     """The KL that rounding makes of the same tokens in other batch shapes or other cells, at most.
 
-    With the usual settings, and with those above. Measured: docs/internals/exactness_measurements.md.
+    With the usual settings, and with those above. Measured: docs/measurements/exactness.md.
     """
 
     usual: float

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import os
 import re
 import shlex
 import subprocess
 import sys
+import tomllib
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -19,6 +21,12 @@ from tools import source_tree
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
+GENERATED = ("api.md", "options.md", "source_tree.md", "CHANGELOG.md")
+UNREAD = ("security.md",)
+"""Not shortened yet."""
+WRITTEN = [page for page in PAGES if page.name not in (*GENERATED, *UNREAD)]
+USERS = [page for page in WRITTEN if page == ROOT / "README.md" or page.parent == DOCS]
+"""Not those for maintainers, and the measurements."""
 DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 RUN = (
     ROOT / "README.md",
@@ -88,7 +96,8 @@ def test_a_snippet_runs(
 def test_a_command_and_its_options_exist(command: str) -> None:
     words = shlex.split(command)
     if words[0] in ("pip", "pipx"):
-        assert words[1:] == ["install", "perdure"]
+        assert words[1] == "install"
+        assert words[2].partition("[")[0] == ".", "not published: install the folder"
         return
     if words[0] == "make":
         subprocess.run([*words, "--dry-run"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
@@ -101,6 +110,16 @@ def test_a_command_and_its_options_exist(command: str) -> None:
         shown = help_of(*words[1 : 3 if words[1] == "-m" else 2])
     for option in (word for word in words if word.startswith("--")):
         assert re.search(rf"{option}\b", shown), f"{command}: no {option}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_installs_is_published(page: Path) -> None:
+    """perdure itself is not on PyPI: a block installs the folder, with extras that there are."""
+    extras = tomllib.loads(read(ROOT / "pyproject.toml"))["project"]["optional-dependencies"]
+    for block in blocks(page, "sh"):
+        assert not re.search(r"pipx? install [^\n]*\bperdure\b", block), f"{page.name}: pip install ."
+        for names in re.findall(r"'\.\[([\w,]+)\]'", block):
+            assert set(names.split(",")) <= set(extras)
 
 
 def test_there_are_snippets_and_commands_to_check() -> None:
@@ -199,6 +218,34 @@ def test_every_page_is_in_the_navigation_of_the_site() -> None:
     assert listed == there
 
 
+def test_the_first_page_links_every_other() -> None:
+    """A page that docs/index.md does not link is not found."""
+    linked = set(re.findall(r"\]\(([\w/]+\.md)(?:#[\w-]+)?\)", read(DOCS / "index.md")))
+    there = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")} - {"index.md"}
+    assert there - linked == set()
+
+
+@pytest.mark.parametrize("page", USERS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_for_users_is_no_diary(page: Path) -> None:
+    """Dates, loads and test commands of measurements stand in docs/measurements."""
+    diary = r"\(2026-|, 2026-1|on 2026-|\bload of \d|pytest "
+    assert re.findall(rf"[^\n]*(?:{diary})[^\n]*", prose(page)) == []
+
+
+def sentences(page: Path) -> Iterator[str]:
+    """Of paragraphs, list items and cells of tables, without code blocks and the addresses of links."""
+    text = re.sub(r"\]\([^)]*\)", "]", prose(page))
+    text = re.sub(r"^\s*\|", "\n\n", text, flags=re.MULTILINE)
+    for part in re.split(r"\n\s*\n|^#.*$|^\s*(?:[-*]|\d+\.) | \| |\|$", text, flags=re.MULTILINE):
+        yield from re.split(r"(?<=[.!?:])[)\"*`]*\s+(?=[A-Z`\[\"*(])", part)
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_sentence_is_longer_than_48_words(page: Path) -> None:
+    """Longer ones are read twice."""
+    assert [s for s in sentences(page) if len(s.split()) > 48] == []
+
+
 def test_the_reference_is_what_signatures_and_docstrings_say() -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "tools" / "api_reference.py"), "--check"], capture_output=True, text=True
@@ -217,6 +264,19 @@ def test_what_clients_can_do_is_said_by_tests() -> None:
         [sys.executable, str(ROOT / "tools" / "client_table.py"), "--check"], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_docstring_of_open_lists_every_option_once() -> None:
+    """`perdure.open` has one line for each keyword."""
+    import perdure
+
+    text = inspect.getdoc(perdure.open) or ""
+    listed = [
+        name
+        for line in re.findall(r"^- ([^:]+):", text, re.MULTILINE)
+        for name in re.findall(r"`(\w+)`", line)
+    ]
+    assert sorted(listed) == sorted(set(inspect.signature(perdure.open).parameters) - {"model", "unknown"})
 
 
 def test_every_public_name_is_in_the_reference() -> None:

@@ -6,21 +6,25 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Collection, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 
 import pytest
 
 import perdure
+from perdure.extension import extensions, imported
 
 SOURCE = Path(perdure.__file__).parent
 
 # From low to high: each may import itself and whatever stands before it.
 LAYERS = (
     "errors",
+    "extension",
     "checks",
     "closing",
     "options",
     "request_options",
+    "engine_config",
     "system",
     "atomic",
     "config",
@@ -30,7 +34,6 @@ LAYERS = (
     "models",
     "libraries",
     "engine",
-    "files",
     "testing",
     "decode",
     "store",
@@ -41,19 +44,15 @@ LAYERS = (
     "sessions",
     "runtime",
     "opening",
-    "pool",
-    "evaluation",
-    "training",
-    "inspection",
     "server",
-    "cluster",
-    "public",
     "__init__",
     "cli",
+    "spi",
+    "ext",
 )
 
 INSIDE: dict[str, tuple[str, ...]] = {
-    "server": ("core", "protocols", "api", "app", "direct_write", "http_server"),
+    "server": ("pool", "core", "protocols", "api", "app", "direct_write", "http_server"),
     "cache": (
         "block",
         "prefix_search",
@@ -68,14 +67,12 @@ INSIDE: dict[str, tuple[str, ...]] = {
     "cache/tiers": (
         "base",
         "memory",
-        "encryption",
+        "codec",
         "block_index",
         "shares",
         "block_folder",
         "disk",
         "archive",
-        "places",
-        "shared",
         "write_behind",
         "tiered",
     ),
@@ -186,7 +183,7 @@ def test_the_check_sees_an_import_that_goes_up(line: str) -> None:
         ("server/protocols/chat.py", "import perdure.server.api.sessions"),
         ("server/api/page.py", "def late():\n    from perdure.server.app import build"),
         ("server/core/keys.py", "from ..app import build"),
-        ("server/protocols/completions.py", "from perdure.server import app"),
+        ("server/protocols/pulls.py", "from perdure.server import app"),
         ("cache/tiers/disk.py", "from perdure.cache.slots.cache import SlotCache"),
         ("cache/tiers/disk.py", "if TYPE_CHECKING:\n    from perdure.cache.cache_view import CacheView"),
         ("cache/tiers/disk.py", "from perdure.cache.tiers.tiered import Tiers"),
@@ -209,6 +206,76 @@ def test_the_check_sees_an_import_that_goes_up_inside_of_a_folder(file: str, lin
 )
 def test_the_check_lets_other_imports_be(line: str) -> None:
     assert upward(SOURCE / "engine" / "context.py", ast.parse(line)) == []
+
+
+# The wall.
+
+
+def behind_the_wall(file: Path, tree: ast.AST, needs: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """The imports of an extension's file besides public names, `perdure.spi`, its own folder and the
+    extensions that its value needs."""
+    own = file.relative_to(SOURCE / "ext").parts[0]
+    allowed = ("perdure", "perdure.spi", *(f"perdure.ext.{name}" for name in (own, *needs.get(own, ()))))
+    modules = [
+        f"{module}.{name}" if module == "perdure" and name and is_layer(name) else module
+        for node in import_statements(tree)
+        for module, name in (
+            ((alias.name, "") for alias in node.names)
+            if isinstance(node, ast.Import)
+            else ((node.module or "", alias.name) for alias in node.names)
+        )
+        if module.split(".")[0] == "perdure"
+    ]
+    return [
+        each
+        for each in modules
+        if each not in allowed and not each.startswith(tuple(f"{prefix}." for prefix in allowed[1:]))
+    ]
+
+
+EXTENSIONS = sorted(path.name for path in (SOURCE / "ext").iterdir() if (path / "__init__.py").exists())
+
+
+@pytest.mark.parametrize("name", EXTENSIONS)
+def test_an_extension_imports_public_names_and_the_spi_alone(name: str) -> None:
+    needs = {each.name: each.needs for each in extensions().values()}
+    for file in sorted((SOURCE / "ext" / name).rglob("*.py")):
+        assert behind_the_wall(file, ast.parse(file.read_text()), needs) == [], file
+
+
+def test_the_check_sees_an_import_through_the_wall() -> None:
+    """Planted: what an extension must not say, and what it may."""
+    file = SOURCE / "ext" / "evaluation" / "tasks.py"
+    needs = {"evaluation": ("weights",)}
+    for line in (
+        "from perdure.chat.message import Message",
+        "import perdure.errors",
+        "from perdure import config",
+        "from perdure.ext.mlx import engine",
+        "def late():\n    from perdure.cli.output import terminal",
+    ):
+        assert behind_the_wall(file, ast.parse(line), needs), line
+    for line in (
+        "from perdure import Message, PerdureError",
+        "from perdure.spi.base import system",
+        "from perdure.ext.weights.quantize import quantize",
+        "import json",
+    ):
+        assert behind_the_wall(file, ast.parse(line), needs) == [], line
+
+
+@pytest.mark.parametrize("name", EXTENSIONS)
+def test_every_extension_of_ours_registers_as_a_strangers_would(name: str) -> None:
+    """By an entry point, and its folder is named after it."""
+    assert extensions()[name].name == name
+
+
+def test_what_an_extension_names_is_there() -> None:
+    for extension in extensions().values():
+        kinds = (extension.engines, extension.protocols, extension.routes, extension.page_routes)
+        commands = (command.target for command in extension.commands)
+        for reference in (*chain(*kinds), *commands, *extension.checks, *extension.tiers.values()):
+            assert imported(reference) is not None
 
 
 # Circles.
@@ -262,11 +329,24 @@ def test_the_check_sees_a_circle() -> None:
     assert circles(graph) == [["perdure.a", "perdure.b", "perdure.c"]]
 
 
+# Names.
+
+
+def test_a_class_name_stands_once() -> None:
+    """Nested classes apart: a search for a class finds one."""
+    places: dict[str, list[str]] = {}
+    for file in SOURCE.rglob("*.py"):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(str(file.relative_to(SOURCE)))
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
+
+
 # Folders.
 
 MANY = 14
 """Modules that a reader can still take in at a glance."""
-A_FILE_A_KIND = ("chat/formats",)
+A_FILE_A_KIND = ("ext/families",)
 """Folders with one file for each of many kinds: nobody reads them through."""
 
 

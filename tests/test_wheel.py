@@ -89,10 +89,11 @@ def test_the_changelog_starts_with_what_is_not_released_or_with_this_version() -
 
 
 @pytest.mark.model
+@pytest.mark.extension("machine")
 def test_installed_elsewhere_it_fetches_the_engine_answers_and_finds_its_version(
     environment: Path, tmp_path: Path
 ) -> None:
-    """The engine comes through npm as for anybody; the model is the one that the tests fetched."""
+    """The engine comes from npm's registry as for anybody; the model is the one that the tests fetched."""
     there = variables(tmp_path / "home") | {"PERDURE_MODEL": str(models.path())}
     done = run(environment, there, tmp_path, "--version")
     assert done == f"perdure {perdure.__version__}\n"

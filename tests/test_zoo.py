@@ -47,7 +47,7 @@ class Toy:
     def decode(self, tokens: list[int], *, start: int = 0, sequence: int = 0) -> Logits:
         """The logits after each of the tokens, one row each."""
         count = len(tokens)
-        batch = declarations.Batch.of((ctypes.c_int32 * count)(*tokens))
+        batch = declarations.LlamaBatch.of((ctypes.c_int32 * count)(*tokens))
         batch.pos = (ctypes.c_int32 * count)(*range(start, start + count))
         batch.n_seq_id = (ctypes.c_int32 * count)(*[1] * count)
         batch.seq_id = (ctypes.POINTER(ctypes.c_int32) * count)(

@@ -19,7 +19,7 @@ from pathlib import Path
 import perdure
 from perdure.chat.options import ChatKeywords, TurnKeywords
 from perdure.decode.request import ReplyKeywords, RequestKeywords, SamplingKeywords
-from perdure.engine.llama.fit import FitKeywords
+from perdure.engine_config.keywords import FitKeywords
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 
@@ -34,8 +34,6 @@ PARTS = {
         "ToolCall",
         "Template",
         "KeptPrefix",
-        "CacheMark",
-        "Pin",
     ),
     "Replies": (
         "Reply",

@@ -44,7 +44,7 @@ FEATURES: dict[str, tuple[Cell, Cell, Cell, Cell]] = {
         ("yes", f"{CHAT}::test_tools"),
         ("yes, custom ones too", f"{RESPONSES}::test_custom_tools_and_namespaces"),
         ("yes", f"{ANTHROPIC}::test_tools_and_their_results"),
-        ("yes", "server/test_ollama.py::test_thinking_and_calls_have_their_own_fields_and_come_back"),
+        ("yes", "ext/ollama/test_ollama.py::test_thinking_and_calls_have_their_own_fields_and_come_back"),
     ),
     "a tool that must be called": (
         ("yes", "server/test_chat.py::test_a_tool_that_is_required_is_called"),
@@ -62,7 +62,7 @@ FEATURES: dict[str, tuple[Cell, Cell, Cell, Cell]] = {
         ("as text", "server/test_chat.py::test_usage_counts_the_tokens_of_reasoning_h6"),
         ("sealed", f"{RESPONSES}::test_items_by_reference_and_reasoning_that_is_echoed"),
         ("sealed", "server/test_messages.py::test_thinking_comes_back_as_it_was_by_its_signature"),
-        ("as text", "server/test_ollama.py::test_thinking_and_calls_have_their_own_fields_and_come_back"),
+        ("as text", "ext/ollama/test_ollama.py::test_thinking_and_calls_have_their_own_fields_and_come_back"),
     ),
     "a reply that is begun by the caller": (
         (
@@ -74,7 +74,10 @@ FEATURES: dict[str, tuple[Cell, Cell, Cell, Cell]] = {
             "yes",
             "server/test_messages.py::test_a_last_message_of_the_assistant_is_the_beginning_of_the_reply",
         ),
-        ("yes", "server/test_ollama.py::test_a_last_message_of_the_assistant_is_the_beginning_of_the_reply"),
+        (
+            "yes",
+            "ext/ollama/test_ollama.py::test_a_last_message_of_the_assistant_is_the_beginning_of_the_reply",
+        ),
     ),
     "stop sequences": (
         ("yes", "server/test_chat.py::test_a_stop_text_ends_a_reply_and_does_not_show"),
@@ -105,21 +108,21 @@ FEATURES: dict[str, tuple[Cell, Cell, Cell, Cell]] = {
         ("yes", f"{RESPONSES}::test_branches_from_any_earlier_response"),
         (
             "by `perdure.session`",
-            "server/test_conversation_names.py::test_a_branch_may_be_named_and_is_then_gone_on_with",
+            "server/test_branches.py::test_a_branch_may_be_named_and_is_then_gone_on_with",
         ),
         (
             "by `perdure.session`",
-            "server/test_conversation_names.py::test_a_branch_may_be_named_and_is_then_gone_on_with",
+            "server/test_branches.py::test_a_branch_may_be_named_and_is_then_gone_on_with",
         ),
     ),
     "resumed after a break or a kill": (
         (
             "`perdure.resumable`",
-            "cluster/test_streams.py::test_a_chat_stream_of_a_killed_replica_goes_on_at_another_one",
+            "ext/cluster/test_streams.py::test_a_chat_stream_of_a_killed_replica_goes_on_at_another_one",
         ),
         (
             "yes",
-            "server/test_response_kills.py::test_killing_the_server_between_two_events_loses_nothing_h9",
+            "ext/responses/test_response_kills.py::test_killing_the_server_between_two_events_loses_nothing_h9",
         ),
         NONE,
         NONE,
@@ -146,7 +149,10 @@ FEATURES: dict[str, tuple[Cell, Cell, Cell, Cell]] = {
     ),
     "too long": (
         ("400", "server/test_chat.py::test_too_long_is_400_before_any_work_c3"),
-        ("400, `response.failed`", "server/test_responses.py::test_a_full_context_is_told_within_the_stream"),
+        (
+            "400, `response.failed`",
+            "ext/responses/test_responses.py::test_a_full_context_is_told_within_the_stream",
+        ),
         ("400, its words", "server/test_messages.py::test_a_full_context_says_so_instead_of_being_cut"),
         ("400", f"{OLLAMA}::test_what_does_not_fit_is_an_error_and_never_cut"),
     ),
@@ -219,8 +225,8 @@ def tables() -> str:
             "",
             *_table("", OTHERS, FRAMEWORK_FEATURES),
             "",
-            f"{NONE} is not in the protocol, or not tested. The tests are in `tests/peers` and "
-            "`tests/server`; those of the second table run in `make soak`.",
+            f"{NONE} is not in the protocol, or not tested. The tests are in `tests/peers`, "
+            "`tests/server` and `tests/ext`; those of the second table run in `make soak`.",
             "",
         ]
     )

@@ -8,11 +8,12 @@ from typing import Any
 import typer
 
 from perdure.cli import HELP
-from perdure.cli.app import app
+from perdure.cli.app import add_extensions, app
 
 
 def text() -> str:
     """The help of the root command, in a terminal of 80 columns, of which two stay free."""
+    add_extensions()
     command: Any = typer.main.get_command(app)
     with command.make_context("perdure", ["run"], resilient_parsing=True, terminal_width=78) as context:
         return f"{command.get_help(context)}\n"

@@ -28,7 +28,7 @@ import httpx
 
 import perdure
 from perdure.server.app import served
-from perdure.server.core.app_state import AppState
+from perdure.server.core.server_state import ServerState
 from perdure.testing.toy import ToyModel
 
 _ENDS = {
@@ -179,7 +179,7 @@ def ways() -> dict[str, Way]:
             found["a message to a session"] = watch.passed(
                 lambda: session.say(TEXT, max_tokens=4, seed=SEED, stop=[STOP])
             )
-            app = served(AppState(runtime=rt, name="toy"))
+            app = served(ServerState(runtime=rt, name="toy"))
 
             def ask(text: str) -> None:
                 async def post() -> None:

@@ -18,7 +18,7 @@ from gguf import GGUFReader
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
-from perdure.files.trained import LAYER_PARTS
+from perdure.ext.weights.trained import LAYER_PARTS
 from perdure.models.safetensors import safetensors_header
 
 TYPES = {"float16": "F16", "float32": "F32", "bfloat16": "BF16"}

@@ -15,13 +15,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from perdure.engine.llama.cache_size import TYPES
 from perdure.engine.llama.native import declarations
-from perdure.engine.llama.native.declarations import NEXT, Layout, layout_of
+from perdure.engine.llama.native.declarations import CACHE_TYPES, NEXT, StructLayout, layout_of
 
 _FILES = ("llama.h", "ggml.h", "ggml-backend.h", "ggml-cpu.h")
 _STRUCTS: dict[str, type[ctypes.Structure]] = {
-    "llama_batch": declarations.Batch,
+    "llama_batch": declarations.LlamaBatch,
     "llama_model_params": declarations.ModelParams,
     "ggml_threadpool_params": declarations.ThreadpoolParams,
     "ggml_backend_feature": declarations.Feature,
@@ -133,11 +132,11 @@ _CONSTANTS = {
     "LLAMA_POOLING_TYPE_NONE": 0,
     "LLAMA_FLASH_ATTN_TYPE_DISABLED": 0,
     "LLAMA_FLASH_ATTN_TYPE_ENABLED": 1,
-    **{f"GGML_TYPE_{name.upper()}": number for name, number in TYPES.items()},
+    **{f"GGML_TYPE_{name.upper()}": number for name, number in CACHE_TYPES.items()},
 }
 
 
-def differences(text: str, layout: Layout) -> Iterator[str]:
+def differences(text: str, layout: StructLayout) -> Iterator[str]:
     """What of the headers is not as declared, a line each."""
     for struct, ours in {**_STRUCTS, "llama_context_params": layout.context_params}.items():
         theirs, declared = fields(text, struct), our_fields(ours)

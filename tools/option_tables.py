@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from perdure.chat.options import ChatOptions
-from perdure.options import options_of
+from perdure.engine_config import engine_options
+from perdure.options import Option, options_of
 from perdure.request_options import RequestOptions, Sampling
 from perdure.server.app import request_schemas
 from perdure.server.core.schemas import RequestSchema, SamplingSchema
@@ -25,6 +26,8 @@ TABLES: Mapping[str, type] = {
     "How a reply is made": RequestOptions,
     "How a conversation is read": ChatOptions,
 }
+SURFACES = {"file": "config file", "models": "one of several models"}
+"""Where an option of the engine stands, besides commands, which are called as they are."""
 HEAD = """# Options
 
 `tools/option_tables.py` writes this page from the definitions; a test holds it to them.
@@ -35,14 +38,25 @@ An option has one name, one range and one meaning. In the library it is a keywor
 API an entry of `options`, on the page a field of its settings. `logit_bias` is `{"1234": -100}` in JSON and
 `--logit-bias 1234=-100` for the command.
 """
+ENGINE = """
+## What a model is opened with
+
+Each is a keyword of `perdure.open`; those of loading are also keywords of `perdure.Model`, and those of a
+context of `Model.context`. A command, the config file and what is said of
+[one of several models](server.md#several-models) may call it otherwise: `--ctx 8192`, `ctx = 8192`,
+`--model a=FILE,ctx=8192`. Processes that share a store have to agree on what is marked with *.
+
+| keyword | default | range | meaning | elsewhere |
+|---|---|---|---|---|
+"""
 BOUNDS = """
 ## What each field of a request may be
 
 Besides these, every request is bounded in bytes, depth and values as [security.md](security.md) says: a field
 without a bound of its own may be as large as its request. A character has at most 4 bytes. A number that is
 none (`Infinity`, `NaN`) is refused everywhere. A test sends each field at its bound and beyond it.
-What nobody knows is ignored, and named in the answer's
-`x-perdure-ignored` header and the access log; with `--strict` it is refused.
+What nobody knows is ignored, and named in `perdure.ignored` of
+the answer, in its `x-perdure-ignored` header and the access log; with `--strict` it is refused.
 """
 
 
@@ -53,7 +67,7 @@ def text() -> str:
         for option in options_of(kind).values():
             default = f"`{option.default_text}`" if option.default is not None else option.default_text
             parts.append(f"| `{option.name}` | {default} | {option.range} | {option.help} |\n")
-    parts.append(BOUNDS)
+    parts += [ENGINE, *map(_engine_row, engine_options().values()), BOUNDS]
     common = _fields(SamplingSchema)
     parts.append(f"\n### Every protocol\n\nIn Ollama's API they stand in `options`.\n{_table(common)}")
     for request, paths in request_schemas().items():
@@ -61,6 +75,15 @@ def text() -> str:
         named = ", ".join(f"`{path}`" for path in paths)
         parts.append(f"\n### {named}\n{_table(own)}")
     return "".join(parts)
+
+
+def _engine_row(option: Option) -> str:
+    named = [SURFACES.get(each, f"`{each}`") for each in option.surfaces]
+    elsewhere = f"`{option.command}`: {', '.join(named)}" if named else ""
+    mark = " *" if option.affects_reply else ""
+    return (
+        f"| `{option.name}`{mark} | {option.default_text} | {option.range} | {option.help} | {elsewhere} |\n"
+    )
 
 
 def security() -> str:

@@ -111,7 +111,7 @@ def _work(asks: Sequence[Ask], template: Path, *, drops: bool) -> tuple[int, int
             if reply.text.strip() != ask.answer.strip():
                 raise RuntimeError(f"the reply was {reply.text[:80]!r}, expected {ask.answer[:80]!r}")
             waited += reply.reuse.computed
-            rt.chat_format.settler.wait()
+            rt.chat_format.prefetcher.wait()
         return waited, rt.cache.stats().computed_tokens
 
 

@@ -30,17 +30,17 @@ from bench.machine import Watch
 from perdure import Message, Turn
 from perdure.cache.block import Block, BlockId
 from perdure.cache.tiers.disk import DiskTier
-from perdure.cache.tiers.encryption import Encryption
-from perdure.cluster.marks import ask_of
-from perdure.cluster.policy import Ask, ranked
-from perdure.cluster.replica import Call, Replica
-from perdure.server.core.app_state import AppState
+from perdure.ext.cluster.ray.marks import ask_of
+from perdure.ext.cluster.ray.policy import RoutedRequest, ranked
+from perdure.ext.cluster.ray.replica import Replica, ReplicaCall
+from perdure.ext.encryption.folder import DiskKey
+from perdure.server.core.server_state import ServerState
 from perdure.sessions.store.registry import open_store, store_folder
 from perdure.testing.toy import ToyModel
 
 _REPLICAS = 4
 _TURNS = 8
-Route = Callable[[Ask, Sequence[Replica]], Replica]
+Route = Callable[[RoutedRequest, Sequence[Replica]], Replica]
 
 
 # Reuse.
@@ -73,7 +73,7 @@ def reuse(run: Run) -> Iterator[Figure]:
         )
 
 
-def _by_policy(ask: Ask, replicas: Sequence[Replica]) -> Replica:
+def _by_policy(ask: RoutedRequest, replicas: Sequence[Replica]) -> Replica:
     facts = {str(number): each.facts() for number, each in enumerate(replicas)}
     return replicas[int(ranked(ask, facts)[0])]
 
@@ -93,7 +93,7 @@ def _reused(count: int, conversations: int, memory: int, route: Route) -> tuple[
             )
             per_token = _token_bytes(runtime)
             capacity = max(1, memory // count // per_token)
-            replicas.append(Replica(AppState(runtime=runtime, name="toy", hosts=None), capacity=capacity))
+            replicas.append(Replica(ServerState(runtime=runtime, name="toy", hosts=None), capacity=capacity))
 
         async def talk() -> None:
             for number in order:
@@ -106,7 +106,7 @@ def _reused(count: int, conversations: int, memory: int, route: Route) -> tuple[
 
         asyncio.run(talk())
         found = sum(each.reused for each in replicas)
-        nbytes = sum(each.app_state.runtime.cache.stats().nbytes for each in replicas)
+        nbytes = sum(each.state.models.first.runtime.cache.stats().nbytes for each in replicas)
         return found, nbytes
 
 
@@ -122,7 +122,7 @@ async def _ask(body: dict[str, Any], replicas: Sequence[Replica], route: Route) 
     data = json.dumps(body).encode()
     headers = ((b"content-type", b"application/json"), (b"content-length", str(len(data)).encode()))
     path = "/v1/chat/completions"
-    call = Call(
+    call = ReplicaCall(
         method="POST", path=path, query=b"", headers=headers, body=data, ask=ask_of(path, headers, data)
     )
     pieces = [each async for each in route(call.ask, replicas).answer(call)]
@@ -189,7 +189,7 @@ def _servers() -> Any:
     """The module of the tests that starts servers of others."""
     sys.path.append(str(Path(__file__).parents[2] / "tests"))
     try:
-        from cluster import servers
+        from ext.cluster import servers
     except ImportError as error:
         raise PeerMissingError(f"{error.name} is not installed: make setup") from None
     return servers
@@ -327,7 +327,7 @@ def encryption(run: Run) -> Iterator[Figure]:
     with Watch() as watch, tempfile.TemporaryDirectory() as name:
         for number in range(run.pick(5, 3)):
             for sealed in (False, True):
-                key = Encryption(b"k" * 32, "bench") if sealed else None
+                key = DiskKey(b"k" * 32, "bench") if sealed else None
                 disk = DiskTier(Path(name) / f"{number}-{sealed}", budget=1 << 40, encryption=key)
                 try:
                     for what, call in (

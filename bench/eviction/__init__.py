@@ -16,7 +16,7 @@ import numpy as np
 from bench.eviction.trace import Ask, trace
 from bench.harness import Bench, Figure, Gauge, Run, at_least, at_most
 from perdure.cache.block import BLOCK, BlockId, chain, cost
-from perdure.cache.eviction import Eviction, Standing
+from perdure.cache.eviction import Eviction, EvictionClass
 from perdure.cache.slots.cache import SlotCache
 from perdure.decode.sequence import SlotAssignment
 from perdure.testing.toy import ToyModel
@@ -28,8 +28,8 @@ _N_CTX = 12_288
 class LeastRecentlyUsed(Eviction):
     """All blocks are worth the same, and namespaces have no shares."""
 
-    def standing(self, block: BlockId | None) -> Standing:
-        return Standing.CONVERSATION
+    def class_of(self, block: BlockId | None) -> EvictionClass:
+        return EvictionClass.CONVERSATION
 
     def owner(self, root: BlockId) -> str:
         return ""

@@ -25,7 +25,7 @@ from perdure import Model, models
 from perdure.config import settings
 from perdure.engine.llama.native import library
 from perdure.engine.llama.offload import plan_offload
-from perdure.models.fit import Setup, Sizes
+from perdure.models.placement import ModelPlacement, Sizes
 
 GIB = 1 << 30
 N_CTX = 4096
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     count, repeats = (8, 2) if options.quick else (64, 5)
     if gpus:
         pretended = dataclasses.replace(gpus[0], free=card, total=card)
-        plan = plan_offload("auto", [pretended], sizes, path.name, setup=Setup(n_ctx=N_CTX))
+        plan = plan_offload("auto", [pretended], sizes, path.name, setup=ModelPlacement(n_ctx=N_CTX))
         print(plan.note or "all of it fits on this card")
         layers, experts = plan.layers, plan.cpu_experts
     else:

@@ -25,16 +25,17 @@ from pathlib import Path
 from bench.processes.random_model import EIGHT_BILLION, MIXTURE, write
 from perdure import Model, models
 from perdure.engine.llama.native import library
-from perdure.models.fit import Setup, Sizes
+from perdure.engine_config import KvType
+from perdure.models.placement import ModelPlacement, Sizes
 
 BOUND = 0.05
 SETUPS = (
-    Setup(n_ctx=4096, slots=4),
-    Setup(n_ctx=16384, slots=1),
-    Setup(n_ctx=4096, slots=2, k_type="q8_0", v_type="q8_0"),
-    Setup(n_ctx=8192, slots=2, n_batch=128),
-    Setup(n_ctx=2048, slots=8, k_type="q8_0"),
-    Setup(n_ctx=4096, slots=1, flash=False),
+    ModelPlacement(n_ctx=4096, slots=4),
+    ModelPlacement(n_ctx=16384, slots=1),
+    ModelPlacement(n_ctx=4096, slots=2, kv=KvType("q8_0", "q8_0")),
+    ModelPlacement(n_ctx=8192, slots=2, n_batch=128),
+    ModelPlacement(n_ctx=2048, slots=8, kv=KvType("q8_0")),
+    ModelPlacement(n_ctx=4096, slots=1, flash=False),
 )
 _BUFFER = re.compile(r"(\S+)\s+(model|KV|RS|output|compute) buffer size =\s*([\d.]+) MiB")
 _HOST = re.compile(r"CPU|Host|AMX")
@@ -89,7 +90,7 @@ class Comparison:
     """What was predicted for one way to open a model, and what it took, in bytes."""
 
     model: str
-    setup: Setup
+    setup: ModelPlacement
     predicted: tuple[int, int]
     real: tuple[float, float]
 
@@ -113,14 +114,14 @@ class Comparison:
             if ours or truth
         )
         setup = self.setup
-        about = f"{setup.n_ctx} x {setup.slots}, {setup.k_type}/{setup.v_type}, steps of {setup.n_batch}"
+        about = f"{setup.n_ctx} x {setup.slots}, {setup.kv}, steps of {setup.n_batch}"
         about += "" if setup.flash else ", plain attention"
         about += f", {setup.gpu_layers} layers on the GPU" if setup.gpu_layers else ""
         about += f", experts of {setup.cpu_experts} layers here" if setup.cpu_experts else ""
         return f"{self.ratio:>6.3f}  {self.model}: {about} | {places} | {'ok' if self.ok else 'MISS'}"
 
 
-def compare(path: Path, setup: Setup) -> Comparison:
+def compare(path: Path, setup: ModelPlacement) -> Comparison:
     """Open a model so, and hold what it takes against the prediction."""
     sizes = Sizes.of(models.read_parts(path))
     with reported() as buffers:
@@ -135,8 +136,7 @@ def compare(path: Path, setup: Setup) -> Comparison:
             n_ctx=setup.n_ctx,
             n_seq=setup.slots,
             n_batch=setup.n_batch,
-            k_type=setup.k_type,
-            v_type=setup.v_type,
+            kv_type=str(setup.kv),
             flash=setup.flash,
             threads=1,
         )
@@ -150,13 +150,13 @@ def compare(path: Path, setup: Setup) -> Comparison:
     )
 
 
-def cases(path: Path) -> Iterator[Setup]:
+def cases(path: Path) -> Iterator[ModelPlacement]:
     """The setups to try a model with: on a GPU with all layers, half of them, and with experts here."""
     sizes = Sizes.of(models.read_parts(path))
     gpu = any(device.offloads for device in library.loaded().device_list)
     for setup in SETUPS:
         # MLA keeps no V cache, and takes no other type for it.
-        if setup.k_type != setup.v_type and any(k and not v for k, v in sizes.cache):
+        if setup.kv.k != setup.kv.v and any(k and not v for k, v in sizes.cache):
             continue
         yield setup
         if gpu:

@@ -95,8 +95,8 @@ def _start() -> int:
     """Serve the toy engine, for as long as this process lives. The port."""
     import perdure
     from perdure.memory import FullAttention
-    from perdure.server.core.app_state import AppState
     from perdure.server.core.keys import Keys
+    from perdure.server.core.server_state import ServerState
     from perdure.server.core.settings import Limits
     from perdure.server.http_server import HttpServer, bind
     from perdure.testing.toy import ToyModel
@@ -104,7 +104,7 @@ def _start() -> int:
     runtime = perdure.open(ToyModel(FullAttention), n_ctx=512, slots=8, template="chatml", cache=_BUDGET)
     listening = bind("127.0.0.1", 0)
     listening.listen(64)
-    http_server = HttpServer(AppState(runtime=runtime, name="toy", limits=Limits(), keys=Keys()))
+    http_server = HttpServer(ServerState(runtime=runtime, name="toy", limits=Limits(), keys=Keys()))
     arguments: dict[str, Any] = {"sockets": [listening]}
     threading.Thread(target=http_server.run, kwargs=arguments, daemon=True).start()
     port: int = listening.getsockname()[1]

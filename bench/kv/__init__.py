@@ -15,8 +15,9 @@ from pathlib import Path
 
 from bench.machine import Watch
 from perdure import Model
-from perdure.engine.kv_loss import EXACT_TYPES, TEXT, measure, parse_kv_type, remember, speed
+from perdure.engine_config import EXACT_TYPES, KvType
 from perdure.errors import OutOfMemoryError
+from perdure.ext.fit.kv_loss import TEXT, measure, remember, speed
 
 LENGTHS = (512, 2048, 8192, 32_768)
 TYPES = ("f16", "q8_0", "q8_0:f16", "q5_1", "q4_0")
@@ -40,15 +41,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("| type | bytes a token | KL | same top | perplexity | greedy | " + _heads(lengths) + " |")
         print("|" + "---|" * (6 + len(lengths)))
         for name in types:
-            k_type, v_type = parse_kv_type(name)
+            kv = KvType.parse(name)
             try:
-                loss = measure(model, k_type, v_type, text=text, tokens=tokens)
+                loss = measure(model, *kv, text=text, tokens=tokens)
             except OutOfMemoryError as error:
                 print(f"| {name} | not taken: {error} |")
                 continue
-            if text is TEXT and not options.quick and not {k_type, v_type} <= EXACT_TYPES:
+            if text is TEXT and not options.quick and not set(kv) <= EXACT_TYPES:
                 remember(model, loss)
-            speeds = [speed(model, k_type, v_type, length) for length in lengths]
+            speeds = [speed(model, *kv, length) for length in lengths]
             print(
                 f"| {name} | {loss.bytes_per_token:,} | {loss.kl:.5f} | {loss.same_top:.1%} "
                 f"| {loss.perplexity:.3f} | {loss.greedy:.0%} | "

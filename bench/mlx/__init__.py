@@ -26,8 +26,8 @@ from bench.engine import model_path
 from bench.harness import Bench, Figure, Gauge, Pairs, Run, at_least
 from bench.machine import Watch
 from bench.mlx.servers import Message, Server
-from perdure.engine.mlx import packages
 from perdure.engine.registry import open_model
+from perdure.ext.mlx import packages
 
 _SENTENCE = "The harbour lies still this morning, and the ferry comes in at ten past nine with the mail. "
 _QUESTIONS = ("Name a colour.", "And a city?", "Why?", "Say it shorter.", "Thank you.")
@@ -35,7 +35,7 @@ _QUESTIONS = ("Name a colour.", "And a city?", "Why?", "Say it shorter.", "Thank
 
 def plain() -> Path:
     """The default model as a GGUF file in f16, written once."""
-    from perdure.files.quantize import quantize
+    from perdure.ext.weights.quantize import quantize
 
     place = Path("build/mlx") / f"{Path(model_path()).stem}.f16.gguf"
     if not place.exists():

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from bench.machine import Watch
 from perdure import Model
-from perdure.engine.kv_loss import TEXT
+from perdure.ext.fit.kv_loss import TEXT
 
 GIB = 1 << 30
 Bytes = NDArray[np.uint8]

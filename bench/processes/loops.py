@@ -90,10 +90,10 @@ class Bare:
         self._seqs = (ctypes.POINTER(ctypes.c_int32) * BATCH)(
             *[ctypes.cast(self._seq, ctypes.POINTER(ctypes.c_int32))] * BATCH
         )
-        from perdure.engine.llama.native.declarations import Batch
+        from perdure.engine.llama.native.declarations import LlamaBatch
 
-        fields: dict[str, Any] = dict(Batch._fields_)
-        self._batch = Batch()
+        fields: dict[str, Any] = dict(LlamaBatch._fields_)
+        self._batch = LlamaBatch()
         for name, array in (
             ("token", self._tokens),
             ("pos", self._positions),

@@ -134,10 +134,10 @@ class Bare:
         self._seqs = (pointer * BATCH)(
             *(ctypes.cast(start + size * index, pointer) for index in range(BATCH))
         )
-        from perdure.engine.llama.native.declarations import Batch
+        from perdure.engine.llama.native.declarations import LlamaBatch
 
-        fields: dict[str, Any] = dict(Batch._fields_)
-        self._batch = Batch()
+        fields: dict[str, Any] = dict(LlamaBatch._fields_)
+        self._batch = LlamaBatch()
         for name, array in (
             ("token", self._tokens),
             ("pos", self._positions),

@@ -14,7 +14,7 @@ from unittest import mock
 import perdure
 from bench.child import serve
 from perdure.server import direct_write
-from perdure.server.core.app_state import AppState
+from perdure.server.core.server_state import ServerState
 from perdure.server.http_server import HttpServer, address, bind
 from perdure.testing.toy import ToyModel
 
@@ -30,7 +30,7 @@ class ToyServer:
         runtime = self._held.enter_context(perdure.open(ToyModel(), n_ctx=512, slots=slots))
         listening = bind("127.0.0.1", 0)
         listening.listen(1024)
-        server = HttpServer(AppState(runtime=runtime, name="toy"))
+        server = HttpServer(ServerState(runtime=runtime, name="toy"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         self._held.callback(thread.join)

@@ -65,11 +65,11 @@ def _work(template: Path, turns: int, slots: int, settle: int) -> int:
             reply = rt.chat(messages, settle=settle, max_tokens=400, temperature=0, processors=[_Thinks()])
             messages.append({"role": "assistant", "content": reply.text})
             waited += reply.reuse.computed if turn else 0
-            rt.chat_format.settler.wait()
+            rt.chat_format.prefetcher.wait()
             for agent in range(_SUBAGENTS * turn // turns, _SUBAGENTS * (turn + 1) // turns):
                 task = [{"role": "user", "content": f"Subagent {agent}: look for {turn}. " * 20}]
                 rt.chat(task, settle=settle, max_tokens=400, temperature=0, processors=[_Thinks()])
-            rt.chat_format.settler.wait()
+            rt.chat_format.prefetcher.wait()
     return waited
 
 

@@ -42,6 +42,7 @@ from perdure.backend import LocalBackend
 from perdure.config import settings
 from perdure.decode.request import Reply
 from perdure.engine.context import Feed
+from perdure.engine_config import EngineConfig
 from perdure.request_options import ADAPT
 
 N_CTX = 2048
@@ -131,11 +132,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         _steps(model, options.threads, cpu=options.cpu)
     backend = LocalBackend(
         model,
-        n_ctx=N_CTX,
-        slots=max(1, options.streams),
-        stall=0.05,
-        threads=options.threads,
-        cache=256 << 20,
+        EngineConfig(
+            n_ctx=N_CTX,
+            slots=max(1, options.streams),
+            stall=0.05,
+            threads=options.threads,
+            cache=256 << 20,
+        ),
         own_model=True,
     )
     with Runtime(backend) as rt:

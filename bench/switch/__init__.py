@@ -19,7 +19,9 @@ from pathlib import Path
 from bench.engine import model_path
 from bench.harness import Bench, Figure, Gauge, Pairs, Run, at_least
 from bench.machine import Watch
-from perdure.pool import ModelPool, ModelSpec, PooledModel
+from perdure.backend import BlockStorage
+from perdure.engine_config import EngineConfig
+from perdure.server.pool import ModelPool, ModelSpec, PooledModel
 
 _SENTENCE = "The harbour lies still this morning, and the ferry comes in at ten past nine with the mail. "
 _ROOM, _NEED = 3 << 30, 2 << 30
@@ -29,12 +31,17 @@ _OTHER = "perdure.testing.toy:ToyModel"
 def switch(run: Run) -> Iterator[Figure]:
     """The first token after a switch, against loading plus 1.2 times waking."""
     specs = [
-        ModelSpec(name="one", source=str(model_path()), n_ctx=4096, slots=1, threads=2, memory=_NEED),
-        ModelSpec(name="two", source=_OTHER, n_ctx=512, slots=1, memory=_NEED),
+        ModelSpec(
+            name="one",
+            source=str(model_path()),
+            config=EngineConfig(n_ctx=4096, slots=1, threads=2),
+            memory=_NEED,
+        ),
+        ModelSpec(name="two", source=_OTHER, config=EngineConfig(n_ctx=512, slots=1), memory=_NEED),
     ]
     with (
         tempfile.TemporaryDirectory() as folder,
-        closing(ModelPool.open(specs, store=Path(folder), memory=_ROOM)) as pool,
+        closing(ModelPool.open(specs, storage=BlockStorage(folder=Path(folder)), memory=_ROOM)) as pool,
     ):
         one, two = pool.models.values()
         _first_token(pool, one, "main", _SENTENCE * run.pick(60, 12))

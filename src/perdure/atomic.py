@@ -1,4 +1,5 @@
-"""Files that are there whole or not at all: written beside their place, then renamed into it."""
+"""Files that are there whole or not at all, written beside their place and then renamed into it; and bounds
+on what is read of files, and of anything else from outside."""
 
 from __future__ import annotations
 
@@ -6,14 +7,15 @@ import errno
 import io
 import json
 import os
+import stat
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 from perdure import system
-from perdure.errors import StoreError, StoreFullError, StoreReadOnlyError
+from perdure.errors import StoreError, StoreFullError, StoreReadOnlyError, TooLargeError
 
 TEMPORARY = ".tmp"
 """What the names of unfinished files end with."""
@@ -42,18 +44,76 @@ def atomic_write(path: Path, *, private: bool = False, durable: bool = True) -> 
         raise
 
 
+# Reading: everything from outside has a bound before it is read.
+
+TABLE_BYTES = 16 << 20
+"""Of a table, a manifest or settings: no such file of ours or of other programs is near it."""
+TEXT_BYTES = 64 << 20
+"""Of a text that a person gives: more than any model reads."""
+_PIECE = 1 << 20
+
+
+class Readable(Protocol):
+    """A pipe, a body, an open file."""
+
+    def read(self, size: int, /) -> bytes: ...
+
+
+def read_file(path: Path, limit: int, *, links: bool = True, regular: bool = True) -> bytes:
+    """All bytes of a file; `TooLargeError`, and nothing read, where it has more than `limit`.
+
+    OSError where it is no regular file; without `regular` a pipe will do, for what a person names. Without
+    `links`, for a folder that others may write to, a link is an OSError too.
+    """
+    extra = (system.NO_WAIT if regular else 0) | (0 if links else system.NO_LINKS)
+    if not links and path.is_symlink():
+        raise OSError(errno.ELOOP, "it is a link", str(path))
+    with open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | extra)) as file:
+        status = os.fstat(file.fileno())
+        if regular and not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        return read_stream(file, limit, str(path), size=status.st_size)
+
+
+def read_text(path: Path, limit: int = TABLE_BYTES, *, errors: str = "strict", regular: bool = True) -> str:
+    """The same as text in UTF-8, its lines ended by a line feed."""
+    text = read_file(path, limit, regular=regular).decode("utf-8", errors)
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_stream(source: Readable, limit: int, name: str, *, size: int = 0) -> bytes:
+    """All that comes; `TooLargeError` once it is more than `limit` bytes, or before, by the `size` that is
+    announced."""
+    check_size(size, limit, name)
+    pieces: list[bytes] = []
+    left, piece_size = limit + 1, size + 1 if size else _PIECE
+    while left and (piece := source.read(min(left, piece_size))):
+        pieces.append(piece)
+        left -= len(piece)
+        piece_size = _PIECE
+    if not left:
+        raise TooLargeError(f"{name} has more than the {limit} bytes that are read of it", limit=limit)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def check_size(size: int, limit: int, name: str) -> None:
+    """Refuse what is announced to be larger than `limit` bytes, before it is read."""
+    if size > limit:
+        raise TooLargeError(f"{name} has {size} bytes, and no more than {limit} are read of it", limit=limit)
+
+
 def read_table(path: Path) -> dict[str, Any]:
     """A table of JSON that saves work to do again. Empty where there is none, or no whole one."""
     try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        content = json.loads(read_file(path, TABLE_BYTES))
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 
 
 def write_table(path: Path, table: Mapping[str, Any]) -> None:
-    """Write such a table. In somebody else's folder, or on a full disk, it is not, and the work is done
-    again."""
+    """Write such a table. In a folder of another user, or on a full disk, it is not written, and the work is
+    done again."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path, durable=False) as file:
@@ -112,7 +172,7 @@ def make_folder(path: Path, *, ours: bool = False) -> None:
     with translate_os_errors(path):
         if not path.is_dir():
             for missing in reversed([each for each in (path, *path.parents) if not each.exists()]):
-                # Somebody else may have been faster.
+                # Another process may have been faster.
                 missing.mkdir(_FOLDER, exist_ok=True)
         if ours:
             system.make_path_private(path, _FOLDER)
@@ -142,7 +202,7 @@ def _meaning(error: OSError, path: Path, needed: int) -> StoreError:
         )
     if error.errno == errno.EROFS:
         return StoreReadOnlyError(
-            f"{path} is on a file system that is read-only: have it mounted for writing. A disk that fails "
+            f"{path} is on a read-only file system: mount it for writing. A disk that fails "
             "is made so by the system, whose log then says why"
         )
     if error.errno in (errno.EACCES, errno.EPERM):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import os
+import threading
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,32 +18,26 @@ from numpy.typing import NDArray
 from perdure import system
 from perdure.cache.prefix_cache import PrefixCache, PrefixCacheCalls
 from perdure.cache.slots.cache import SlotCache
-from perdure.cache.tiers.archive import archive_of, model_folder
-from perdure.cache.tiers.base import BlockTier
-from perdure.cache.tiers.disk import DiskTier
-from perdure.cache.tiers.encryption import Encryption
-from perdure.cache.tiers.write_behind import WriteBehind
-from perdure.checks import check_whole, is_whole
-from perdure.config import N_CTX, QUEUE, SLOTS, STORE_BYTES
-from perdure.decode.embedding import EmbeddingFuture, EmbeddingQueue
 from perdure.decode.engine_loop import CHUNK, STALL, EngineLoop
 from perdure.decode.output_queue import OutputQueue
 from perdure.decode.request import Request, check_prompt_size
-from perdure.decode.speculation.draft_model import ModelDrafter, NextTokenDrafter, check_vocabulary
-from perdure.decode.speculation.drafter import Drafter
-from perdure.decode.speculation.ngrams import NgramDrafter
 from perdure.decode.stream import Stream, one_request
+from perdure.engine import advice
 from perdure.engine.adapters import PLAIN, AdapterTable, Scales
 from perdure.engine.context import Context
-from perdure.engine.contract import ContextKeywords, LoadingKeywords, Tokenizer, Tokens
-from perdure.engine.kv_loss import check_kv_type
-from perdure.engine.model import Model
-from perdure.engine.registry import engine_for, open_model
-from perdure.engine.tuning import tuned
-from perdure.errors import InvalidInputError, StoreError
+from perdure.engine.contract import Tokenizer, Tokens
+from perdure.engine.model import EngineModel
+from perdure.engine_config import N_CTX, QUEUE, SLOTS, STORE_BYTES, EngineConfig
+from perdure.errors import ClosedError, InvalidInputError, StoreError
 from perdure.events.hub import EventHub
-from perdure.models.card import ASSISTANTS
 from perdure.request_options import Sampling
+
+if TYPE_CHECKING:
+    from perdure.cache.tiers.base import BlockTier
+    from perdure.cache.tiers.codec import Encryption
+    from perdure.decode.drafter import Drafter
+    from perdure.decode.embedding import EmbeddingFuture, EmbeddingQueue
+    from perdure.engine.media import MediaSource, MediumRows
 
 log = logging.getLogger("perdure.engine")
 
@@ -53,61 +49,38 @@ _ALIKE = ("threads", "flash", "rope_freq_base", "rope_freq_scale")
 """Settings of the context that embeddings are computed with too."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockStorage:
+    """Where a backend keeps blocks of state besides memory."""
+
+    folder: Path | None = None
+    """Of the store; None: nowhere."""
+    own_blocks: bool = False
+    """Whether the model's blocks are in a folder inside the store, so that engines of other models can write
+    to theirs."""
+    encryption: Encryption | None = None
+    """Of what is on the disk."""
+    shared_key: bytes | None = None
+    """The key that encrypts state in places of several machines."""
+
+
 def _opened(
-    model: Model,
+    model: EngineModel,
+    config: EngineConfig,
     n_ctx: int,
     slots: int,
     swap_slots: int | None,
-    context: ContextKeywords,
-    assistant: Model | None,
+    options: Mapping[str, Any],
 ) -> tuple[Context, int]:
     """A context of so many slots and swap slots, and how many of these there are: unless it is said, a few
-    where the cache is on a device that has ample room for them. An assistant guesses for it."""
+    where the cache is on a device that has ample room for them. `options` are what a drafter asks of it."""
     if swap_slots is None:
-        swap_slots = _SWAP_SLOTS if model.spare_sequences(n_ctx, **context) >= _SWAP_SLOTS else 0
-    if swap_slots and context.get("shared"):
+        swap_slots = _SWAP_SLOTS if model.spare_sequences(n_ctx, config) >= _SWAP_SLOTS else 0
+    if swap_slots and config.shared:
         raise InvalidInputError(
             "swap_slots have cells of their own, and shared is one pool for all: leave one of the two out"
         )
-    n_seq = slots + swap_slots if swap_slots and is_whole(slots) else slots
-    guessing = {} if assistant is None else {"assistant": assistant}
-    return model.context(n_ctx=n_ctx, n_seq=n_seq, **context, **guessing), swap_slots
-
-
-class BackendKeywords(ContextKeywords, total=False):
-    """What a backend takes besides the model and the store."""
-
-    n_ctx: int | Literal["auto"]
-    slots: int | Literal["auto"]
-    swap_slots: int | None
-    exact: bool
-    queue: int
-    stall: float
-    cache: int | None
-    store_bytes: int
-    own_blocks: bool
-    blocks: Sequence[str]
-    blocks_key: bytes | None
-    encryption: Encryption | None
-    force_kv: bool
-    adapters: Mapping[str, float] | None
-    adapter_names: Mapping[str, str] | None
-    draft: str | Model | None
-
-
-NEXT_TOKEN = "mtp"
-"""What `draft` is for a model's own next-token layers."""
-
-
-def resolve_draft(
-    loading: LoadingKeywords, settings: BackendKeywords
-) -> tuple[LoadingKeywords, BackendKeywords]:
-    """The same, with what a `draft` by the model's own layers asks of the model and of its context."""
-    if settings.get("draft") != NEXT_TOKEN:
-        return loading, settings
-    settings = {**settings, "mtp": True}
-    del settings["draft"]
-    return {**loading, "mtp": True}, settings
+    return model.context(n_ctx=n_ctx, n_seq=slots + swap_slots, **config.context, **options), swap_slots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +94,46 @@ class SecondOpening:
     """Base and scale; 0 for those of the model."""
 
 
+BackendState = Literal[
+    "starting", "ready", "unresponsive", "restarting", "unloading", "unloaded", "failed", "closed"
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """How an engine is now, and the process that it is in where that is not this one."""
+
+    state: BackendState
+    restarts: int = 0
+    last_death: str | None = None
+    """Why the last process ended that was not asked to."""
+    pid: int | None = None
+    rss: int | None = None
+    """Resident bytes, where the system reports it."""
+    uptime: float | None = None
+    """Seconds since it was ready."""
+    failed_threads: Mapping[str, int] = field(default_factory=dict)
+    """How often threads of another process failed, by their names."""
+
+
+class Residence:
+    """Says when an engine may take its memory, and hears when it has it and when not. This one lets it have
+    it always. All calls come from the thread that starts the engine."""
+
+    def enter(self) -> bool:
+        """Whether the engine may be loaded now. It is asked again until it may."""
+        return True
+
+    def ready(self) -> None:
+        """The engine serves."""
+
+    def left(self) -> None:
+        """The engine is gone, and is not started before a request needs it."""
+
+    def failed(self, error: Exception) -> None:
+        """It could not be started, and is not tried again before a request needs it."""
+
+
 class Backend(Protocol):
     """Requests in, replies out, whichever process the engine is in. Safe from any thread."""
 
@@ -129,12 +142,52 @@ class Backend(Protocol):
     @property
     def cache(self) -> PrefixCacheCalls: ...
     @property
+    def storage(self) -> BlockStorage:
+        """Where it keeps state, and finds the rows of images."""
+        ...
+
+    @property
     def n_ctx(self) -> int: ...
     @property
     def slots(self) -> int: ...
     @property
     def exact(self) -> bool:
-        """Whether a reply depends in no bit on who else is served."""
+        """Whether a reply depends in no bit on other requests."""
+        ...
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether another process, which has the store, has the engine."""
+        ...
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it was loaded at some time: what it says of itself is there without waiting."""
+        ...
+
+    @property
+    def can_unload(self) -> bool:
+        """Whether `unload` frees its memory."""
+        ...
+
+    def health(self) -> Health: ...
+
+    def start(self) -> None:
+        """Have the engine loaded, without waiting for that. Every request does so by itself, and waits."""
+        ...
+
+    def unload(self) -> bool:
+        """Free its memory until the next request; its state is in the store. False, and nothing done, where
+        something is being asked of it."""
+        ...
+
+    def watch(self, residence: Residence) -> None:
+        """From now on ask `residence` before each load, and report each load to it."""
+        ...
+
+    def attach_loop(self, loop: asyncio.AbstractEventLoop | None) -> None:
+        """Have what another process says read in the event loop of those who wait for it; None: not any
+        more."""
         ...
 
     @property
@@ -144,7 +197,7 @@ class Backend(Protocol):
 
     @property
     def events(self) -> EventHub:
-        """What happens there, for those who subscribe."""
+        """What happens there, for subscribers."""
         ...
 
     def submit(self, request: Request) -> OutputQueue:
@@ -167,94 +220,94 @@ class Backend(Protocol):
     def close(self) -> None: ...
 
 
-class LocalBackend:
+class AlwaysLoaded:
+    """The common part of backends whose engine is loaded for as long as they are open."""
+
+    can_unload = False
+
+    @property
+    def is_known(self) -> bool:
+        return True
+
+    def start(self) -> None:
+        """Nothing: it is loaded."""
+
+    def unload(self) -> bool:
+        return False
+
+    def watch(self, residence: Residence) -> None:
+        """Nothing: it is never asked, as there is no other load."""
+
+    def attach_loop(self, loop: asyncio.AbstractEventLoop | None) -> None:
+        """Nothing: no other process says anything."""
+
+
+class LocalBackend(AlwaysLoaded):
     """The engine in this process."""
+
+    is_attached = False
 
     def __init__(
         self,
-        model: Model,
+        model: EngineModel,
+        config: EngineConfig | None = None,
         *,
-        n_ctx: int | Literal["auto"] = N_CTX,
-        slots: int | Literal["auto"] = SLOTS,
-        swap_slots: int | None = None,
-        exact: bool = False,
-        queue: int = QUEUE,
-        stall: float = STALL,
-        cache: int | None = None,
-        store: str | os.PathLike[str] | None = None,
-        store_bytes: int = STORE_BYTES,
-        own_blocks: bool = False,
-        blocks: Sequence[str] = (),
-        blocks_key: bytes | None = None,
-        encryption: Encryption | None = None,
-        force_kv: bool = False,
+        storage: BlockStorage | None = None,
         tiers: Sequence[BlockTier] = (),
-        adapters: Mapping[str, float] | None = None,
-        adapter_names: Mapping[str, str] | None = None,
+        drafter: Drafter | None = None,
         own_model: bool = False,
-        draft: str | Model | None = None,
-        drafters: Sequence[Drafter] | None = None,
-        **context: Unpack[ContextKeywords],
     ) -> None:
-        """`adapters` are used where a request names none, and `adapter_names` are files by the names that
-        requests may use. With `own_blocks` the model's blocks are in a folder of their own inside the store,
-        so that engines of other models can write to theirs. `blocks` are places of several machines, behind
-        the disk in this order, and `blocks_key` is what seals state there; `encryption` is for that on the
-        disk. Where n-grams have no guess, the model's own next-token layers guess (`mtp`, of the context),
-        then `draft`, a smaller model; `drafters` guess instead of all of these."""
+        """`drafter` guesses ahead in place of what extensions bring. `tiers` stand behind the disk. With
+        `own_model` the model is closed with the backend."""
+        config = advice.tuned(model, (config or EngineConfig()).resolved())
+        self.storage = storage = storage or BlockStorage()
         self.model = model
-        self.exact = exact
+        self.exact = exact = bool(config.exact)
         self.events = EventHub()
         self._own_model = own_model
-        self._rope = (context.get("rope_freq_base", 0.0), context.get("rope_freq_scale", 0.0))
-        self.adapters = AdapterTable(getattr(model, "adapter", None), names=adapter_names, default=adapters)
-        budget = _bytes("cache", _default_budget() if cache is None else cache)
-        if store is not None and not budget:
+        self._config = config
+        self._drafter = drafter
+        self._rope = (config.rope_freq_base or 0.0, config.rope_freq_scale or 0.0)
+        names = cast("Mapping[str, str] | None", config.adapter_names)
+        self.adapters = AdapterTable(model.adapter, names=names, default=config.adapters)
+        budget = _default_budget() if config.cache is None else config.cache
+        self._limit = queue = QUEUE if config.queue is None else config.queue
+        if storage.folder is not None and not budget:
             raise InvalidInputError("a store needs a cache: leave cache out, or give it some bytes")
-        _bytes("store_bytes", store_bytes)
-        if swap_slots is not None:
-            check_whole("swap_slots", swap_slots, 0)
-        if exact and (draft is not None or context.get("mtp")):
-            raise InvalidInputError("an exact runtime does not guess ahead: leave draft or exact out")
-        context = tuned(model, context)
-        check_kv_type(
-            model,
-            context.get("k_type", "f16"),
-            context.get("v_type", "f16"),
-            force=force_kv,
-            threads=context.get("threads"),
-        )
+        advice.check_kv_type(model, config)
+        n_ctx, slots = config.n_ctx or N_CTX, config.slots or SLOTS
         if n_ctx == "auto" or slots == "auto":
             n_ctx, slots = model.fit_context(
-                None if n_ctx == "auto" else n_ctx, None if slots == "auto" else slots, **context
+                None if n_ctx == "auto" else n_ctx, None if slots == "auto" else slots, config
             )
             log.info("%d tokens for each of %d requests at once fit beside the model", n_ctx, slots)
         with ExitStack() as undo:
-            assistant = _assistant(draft, model) if draft is not None and drafters is None else None
-            try:
+            # What guesses ahead is opened when a reply asks for it, or now if its options were chosen.
+            opener = None
+            if config.extended and drafter is None:
+                from perdure.decode.drafter import drafter_opener
+
+                opener = drafter_opener()
+            with nullcontext({}) if opener is None else opener.context_options(model, config) as options:
                 self.context, swap_slots = _opened(
-                    model, n_ctx, slots, swap_slots if budget else 0, context, assistant
+                    model, config, n_ctx, slots, config.swap_slots if budget else 0, options
                 )
-            finally:
-                if assistant is not None and assistant is not draft:
-                    # The context keeps what it needs of it.
-                    assistant.close()
             undo.callback(self.context.close)
-            if drafters is None:
-                drafters = [NgramDrafter()]
-                if self.context.capabilities.guesses:
-                    drafters.append(NextTokenDrafter(self.context))
-                if draft is not None and assistant is None:
-                    drafters.append(_draft_model(draft, self, context.get("threads")))
-                    undo.callback(drafters[-1].close)
+            if opener is not None:
+                self._drafter = opener.open(model, self.context, config)
+                undo.callback(self._drafter.close)
             if self.adapters.always != PLAIN:
                 self.context.adapt(self.adapters.always)
             lower = []
-            if store is not None:
-                disks = _disk_tiers(Path(store), model.digest, store_bytes, own_blocks, encryption)
-                tiers = [*disks, *tiers]
-            tiers = [*tiers, *_shared_tiers(blocks, blocks_key, self.context.identity.digest)]
+            if storage.folder is not None:
+                limit = STORE_BYTES if config.store_bytes is None else config.store_bytes
+                tiers = [*_disk_tiers(storage, storage.folder, model.digest, limit), *tiers]
+                self.context.media = LazyMedia(storage)
+            identity = self.context.identity.digest
+            tiers = [*tiers, *_shared_tiers(config.blocks or (), storage.shared_key, identity)]
             for tier in tiers:
+                from perdure.cache.tiers.write_behind import WriteBehind
+
                 lower.append(WriteBehind(tier, limit=max(_WAITING, budget // 2)))
                 undo.callback(lower[-1].close)
             chunk = min(CHUNK, self.context.n_batch)
@@ -272,26 +325,23 @@ class LocalBackend:
                 exact=exact,
                 queue=queue,
                 chunk=chunk,
-                stall=stall,
+                stall=STALL if config.stall is None else config.stall,
                 slots=slot_cache if budget else None,
                 adapters=self.adapters,
                 events=self.events,
-                drafters=drafters,
+                open_drafter=self._open_drafter,
             )
             undo.callback(self.engine_loop.close)
-            if store is not None:
+            if storage.folder is not None:
                 # Now, rather than when somebody waits for the first session to wake; and in the engine's own
                 # thread, since a second one that has computed slows the first down for ever.
                 self.engine_loop.call(self.context.prepare)
-            # Not opened before somebody asks for it: it has a memory of its own.
-            alike = {name: value for name, value in context.items() if name in _ALIKE}
-            self.embeddings = EmbeddingQueue(
-                lambda: model.embedder(n_ctx=n_ctx, **alike),
-                self.engine_loop.post,
-                choose=self.adapters.choose,
-                replying=lambda: self.load[1] > 0,
-                limit=queue,
-            )
+            # Opened by the first request for vectors: it has separate memory.
+            alike = {name: value for name, value in config.context.items() if name in _ALIKE}
+            self._open_embedder = partial(model.embedder, n_ctx=n_ctx, **alike)
+            self._embeddings: EmbeddingQueue | None = None
+            self._embeddings_lock = threading.Lock()
+            self._closed = False
             self.cache = PrefixCache(
                 slot_cache,
                 tokenize=self._tokenize,
@@ -300,7 +350,7 @@ class LocalBackend:
                 call=self.engine_loop.call,
                 post=self.engine_loop.post,
                 post_in_quiet=self.engine_loop.post_in_quiet,
-                look=self.engine_loop.look,
+                peek=self.engine_loop.peek,
             )
             undo.pop_all()
 
@@ -316,6 +366,9 @@ class LocalBackend:
     def load(self) -> tuple[int, int]:
         return self.engine_loop.load
 
+    def health(self) -> Health:
+        return Health(state="failed" if self.engine_loop.failed else "ready")
+
     def submit(self, request: Request) -> OutputQueue:
         return self.engine_loop.submit(request)
 
@@ -326,9 +379,33 @@ class LocalBackend:
     def embedding_width(self) -> int:
         return self.embeddings.width
 
+    @property
+    def embeddings(self) -> EmbeddingQueue:
+        """Made for the first text."""
+        with self._embeddings_lock:
+            if self._embeddings is None:
+                if self._closed:
+                    raise ClosedError("this runtime is closed")
+                from perdure.decode.embedding import EmbeddingQueue
+
+                self._embeddings = EmbeddingQueue(
+                    self._open_embedder,
+                    self.engine_loop.post,
+                    choose=self.adapters.choose,
+                    replying=lambda: self.load[1] > 0,
+                    limit=self._limit,
+                )
+            return self._embeddings
+
+    def _close_embeddings(self) -> None:
+        with self._embeddings_lock:
+            self._closed = True
+        if self._embeddings is not None:
+            self._embeddings.close()
+
     def second_opening(self, adapters: Scales | None) -> SecondOpening:
-        path = getattr(self.model, "path", None)
-        if path is None or not hasattr(self.model, "trace"):
+        path = self.model.path
+        if path is None or not self.model.traces:
             raise InvalidInputError(
                 "this model cannot be looked into: its engine does not tell what layers compute; models on "
                 "llama.cpp (GGUF files) can"
@@ -347,9 +424,18 @@ class LocalBackend:
             for tier in self.slot_cache.tiers.lower:
                 ending.callback(tier.close)
             ending.callback(self.context.close)
-            ending.callback(self.embeddings.close)
+            if self._drafter is not None:
+                ending.callback(self._drafter.close)
+            ending.callback(self._close_embeddings)
             if self.slot_cache.tiers.lower and not self.context.closed:
                 self.slot_cache.store_all()
+
+    def _open_drafter(self) -> Drafter | None:
+        from perdure.decode.drafter import drafter_opener
+
+        if self._drafter is None and (opener := drafter_opener()) is not None:
+            self._drafter = opener.open(self.model, self.context, self._config)
+        return self._drafter
 
     def _tokenize(self, text: str) -> list[int]:
         check_prompt_size(text, self.model, self.n_ctx)
@@ -370,80 +456,59 @@ class LocalBackend:
             stream.reply()
 
 
+class LazyMedia:
+    """The rows of images in a store, which is opened for the first."""
+
+    def __init__(self, storage: BlockStorage) -> None:
+        self._storage = storage
+        self._source: MediaSource | None = None
+
+    def medium(self, ids: NDArray[np.int32]) -> MediumRows:
+        if self._source is None:
+            from perdure.extension import part
+
+            storage = self._storage
+            self._source = part("images in a prompt", "images")(storage.folder, storage.encryption)
+        assert self._source is not None
+        return self._source.medium(ids)
+
+
 def _shared_tiers(urls: Sequence[str], key: bytes | None, identity: bytes) -> list[BlockTier]:
     """The places of several machines, in order. One that cannot be reached now is left out."""
     tiers: list[BlockTier] = []
     for url in urls:
-        from perdure.cache.tiers.places import open_place
-        from perdure.cache.tiers.shared import SharedTier
+        from perdure.cache.tiers.base import tier_opener
 
         if key is None:
             raise InvalidInputError("blocks of several machines need the key of their cluster")
         try:
-            place, size, tokens = open_place(url)
+            tier = tier_opener(url).open(url, key=key, identity=identity)
         except StoreError as error:
-            log.warning("%s; this engine goes on without it until it is started again", error)
+            log.warning("%s; this engine runs without it until its next start", error)
             continue
-        if any(tier.name == place.name for tier in tiers):
-            raise InvalidInputError(f"one place of a kind: {place.name} is named twice")
-        tiers.append(SharedTier(place, key=key, identity=identity, budget=size, tokens=tokens))
+        if any(each.name == tier.name for each in tiers):
+            tier.close()
+            raise InvalidInputError(f"one place of a kind: {tier.name} is named twice")
+        tiers.append(tier)
     return tiers
 
 
-def _disk_tiers(
-    store: Path, digest: str, budget: int, own_blocks: bool, encryption: Encryption | None
-) -> list[BlockTier]:
+def _disk_tiers(storage: BlockStorage, store: Path, digest: str, budget: int) -> list[BlockTier]:
     """The folder that the blocks of a model are written to, and the other one where some may be."""
-    folder = model_folder(store, digest) if own_blocks else store
-    disk = DiskTier(folder, budget=budget, encryption=encryption)
+    from perdure.cache.tiers.archive import archive_of, model_folder
+    from perdure.cache.tiers.disk import DiskTier
+
+    folder = model_folder(store, digest) if storage.own_blocks else store
+    disk = DiskTier(folder, budget=budget, encryption=storage.encryption)
+    if storage.encryption is not None:
+        storage.encryption.prepare_store(store)
     try:
-        archive = archive_of(store, digest, beside=own_blocks, encryption=encryption)
+        archive = archive_of(store, digest, beside=storage.own_blocks, encryption=storage.encryption)
     except StoreError as error:
         # What cannot be read there is computed again.
         log.warning("the other blocks of this model cannot be read: %s", error)
         archive = None
     return [disk] if archive is None else [disk, archive]
-
-
-def _assistant(draft: str | Model, model: Model) -> Model | None:
-    """The model that is to guess for `model`, if it reads the hidden states of that one."""
-    if not isinstance(draft, str):
-        if draft.info.architecture not in ASSISTANTS:
-            return None
-        assistant = draft
-    else:
-        engine = engine_for(draft)
-        file = engine.fetch(draft)
-        if not engine.is_assistant(file):
-            return None
-        # It reads the caches of the model, and is where these are. It has none: it needs room for no token.
-        place: LoadingKeywords = {} if getattr(model, "gpu_layers", 0) else {"gpu_layers": 0}
-        assistant = engine.open(file, cells=0, **place)
-    with ExitStack() as undo:
-        if assistant is not draft:
-            undo.callback(assistant.close)
-        check_vocabulary(model, assistant)
-        undo.pop_all()
-    return assistant
-
-
-def _draft_model(draft: str | Model, backend: LocalBackend, threads: int | None) -> Drafter:
-    """A drafter by a smaller model, which is opened unless it is."""
-    n_ctx, n_seq = backend.context.n_ctx, backend.context.n_seq
-    model = open_model(draft, {}, cells=n_ctx * n_seq) if isinstance(draft, str) else draft
-    with ExitStack() as undo:
-        if isinstance(draft, str):
-            undo.callback(model.close)
-        check_vocabulary(backend.model, model)
-        context = model.context(n_ctx=n_ctx, n_seq=n_seq, threads=threads)
-        undo.pop_all()
-    return ModelDrafter(model, context, own_model=isinstance(draft, str))
-
-
-def _bytes(name: str, value: int) -> int:
-    if not is_whole(value) or value < 0:
-        raise InvalidInputError(f"{name} is a number of bytes, 0 for none, got {value!r}")
-    return value
 
 
 def _default_budget() -> int:

@@ -7,22 +7,20 @@ file, else its default.
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from perdure.atomic import read_text
 from perdure.checks import is_whole
+from perdure.engine_config import engine_options, own_options
 from perdure.errors import InvalidInputError
+from perdure.options import Option
 from perdure.request_options import options_of_replies
 
-N_CTX = 4096
-"""Tokens that one request can hold, unless somebody says otherwise."""
-SLOTS = 4
-"""Requests that are served at once."""
-QUEUE = 256
-"""Requests that may wait."""
 Overflow = Literal["error", "drop_oldest", "shift", "fold"]
 """What happens when a conversation no longer fits."""
 ReasoningMode = Literal["show", "hide", "capture"]
@@ -33,8 +31,6 @@ SETTLED = 4096
 """Tokens of a next prompt's beginning that a server reads while it is idle, after each turn."""
 WARMED = 16_384
 """Tokens of known clients' prompts that a server computes again after its start, while it is idle."""
-STORE_BYTES = 16 << 30
-"""Blocks in a store, at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,10 +93,14 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class ChosenValue:
-    """A value that somebody chose, and where."""
+    """A value that was chosen, and where."""
 
     value: Value
     origin: str
+
+
+def _setting_of(option: Option) -> Setting:
+    return Setting(option.command, _FILE_KINDS.get(option.kind, list), option.help, option.words)
 
 
 _FILE_KINDS: dict[type, Any] = {float: float, int: int, bool: bool, str: str}
@@ -110,8 +110,7 @@ SETTINGS = (
     Setting("store", str, "folder of the sessions, or the URL of a PostgreSQL database"),
     Setting("store_size", float, "most GiB of state that the store keeps; sessions' texts are always kept"),
     Setting("encrypt", str, "file with the key that encrypts state on the disk, or cluster"),
-    Setting("ctx", int, "context size in tokens, or auto for what fits", ("auto",)),
-    Setting("kv_type", str, "type of the K/V cache: f16, q8_0, q4_0, or one for each as K:V"),
+    *(_setting_of(each) for each in own_options().values() if "file" in each.surfaces),
     *(
         Setting(each.name, _FILE_KINDS.get(each.kind, list), each.help)
         for each in options_of_replies().values()
@@ -119,17 +118,7 @@ SETTINGS = (
     Setting("overflow", str, "what a full context means in chats: error, drop_oldest, shift or fold"),
     Setting("host", str, "address that the server listens on"),
     Setting("port", int, "port that the server listens on"),
-    Setting("slots", int, "requests that the server serves at once, or auto for what fits", ("auto",)),
-    Setting("queue", int, "requests that may wait for the server"),
-    Setting("threads", int, "threads of the server's engine"),
     Setting("engine", str, "library to fetch first: cpu, vulkan, cuda, cuda12, metal, or auto for the best"),
-    Setting("gpu_layers", int, "layers on the GPU: a number, or auto for as many as fit", ("auto",)),
-    Setting(
-        "cpu_experts",
-        int,
-        "layers whose experts the CPU computes: a number, all, or auto for as few as must",
-        ("all", "auto"),
-    ),
     Setting("lora", list, "LoRAs for every reply, each as FILE or FILE:SCALE"),
     Setting(
         "control_vector",
@@ -158,6 +147,13 @@ SETTINGS = (
 _SPOKEN = {"true": True, "yes": True, "on": True, "1": True}
 _SPOKEN |= {"false": False, "no": False, "off": False, "0": False}
 _BY_NAME = {setting.name: setting for setting in SETTINGS}
+
+
+@functools.cache
+def all_settings() -> dict[str, Setting]:
+    """By name, with those of extensions, which have no variable."""
+    options = [each for each in engine_options().values() if "file" in each.surfaces]
+    return _BY_NAME | {each.command: _setting_of(each) for each in options if each.command not in _BY_NAME}
 
 
 def settings() -> Settings:
@@ -218,7 +214,7 @@ def config_file() -> Path:
 def read_config(path: Path) -> dict[str, Value]:
     """The settings in a config file; none if there is no such file."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(read_text(path, regular=False))
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except OSError as error:
@@ -230,10 +226,10 @@ def read_config(path: Path) -> dict[str, Value]:
 
 def find_setting(name: str, origin: str | None = None) -> Setting:
     """The setting of a name. `origin` is where it was found, for the error."""
-    setting = _BY_NAME.get(name)
+    setting = _BY_NAME.get(name) or all_settings().get(name)
     if setting is None:
-        near = difflib.get_close_matches(name, _BY_NAME, n=1)
-        advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(_BY_NAME)}"
+        near = difflib.get_close_matches(name, all_settings(), n=1)
+        advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(all_settings())}"
         where = f"{origin}: " if origin else ""
         raise InvalidInputError(f"{where}there is no setting {name!r}; {advice}")
     return setting
@@ -281,6 +277,11 @@ def _of_kind(kind: type, value: object) -> Value | None:
     return value if isinstance(value, (str, int, float)) and type(value) is kind else None
 
 
+def checks_prompts() -> bool:
+    """Whether every word of a prompt is checked for where it comes from (`ext/inspection/provenance.py`)."""
+    return os.environ.get("PERDURE_CHECK_PROMPTS") == "1"
+
+
 def _ollama_models() -> tuple[Path, ...]:
     """Where Ollama keeps models: as its own variable says, or below the user's home or its service's."""
     if folder := os.environ.get("OLLAMA_MODELS"):
@@ -292,7 +293,7 @@ def _lm_studio_models() -> tuple[Path, ...]:
     """Where LM Studio keeps models: it notes its folder in a file, where that is not the usual one."""
     home = Path.home()
     try:
-        pointed = [Path((home / ".lmstudio-home-pointer").read_text(encoding="utf-8").strip())]
+        pointed = [Path(read_text(home / ".lmstudio-home-pointer").strip())]
     except (OSError, ValueError):
         pointed = []
     usual = [home / ".lmstudio", home / ".cache" / "lm-studio"]

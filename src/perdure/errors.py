@@ -13,6 +13,7 @@ PerdureError
 ├── StaleViewError           a view of a step that is over
 ├── PinnedError              engine memory is borrowed; also a BufferError
 ├── ClosedError              used after close
+├── TooLargeError            something from outside is larger than may be read (.limit); also a ValueError
 ├── UnsupportedSystemError   this operating system cannot do it
 ├── BusyError                refused because of load (.waiting, .limit)
 ├── EngineError              the engine failed
@@ -22,7 +23,7 @@ PerdureError
 │   ├── OutOfMemoryError         the engine could not get the memory it asked for
 │   ├── EngineDiedError          the engine's process ended (.signal, .code, .kept)
 │   └── DecodeError              a decode failed (.kept says what each sequence still holds)
-│       └── DecodeCancelled          … because somebody asked it to stop
+│       └── DecodeCancelled          … because a caller cancelled it
 ├── StateError               saved state that cannot be used; nothing was changed
 │   ├── CorruptStateError        damaged or truncated bytes
 │   └── IncompatibleStateError   whole, but of another model, build or layout (.field)
@@ -120,6 +121,14 @@ class PinnedError(PerdureError, BufferError):
 
 class ClosedError(PerdureError):
     """Use after close."""
+
+
+class TooLargeError(PerdureError, ValueError):
+    """Something from outside is larger than is ever read of it. It was not read, and nothing was changed."""
+
+    def __init__(self, message: str, *, limit: int) -> None:
+        super().__init__(message)
+        self.limit = limit
 
 
 class UnsupportedSystemError(PerdureError):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from perdure.atomic import read_table, write_table
 from perdure.config import settings
+from perdure.engine_config import KvType
 from perdure.errors import InvalidInputError
 
 
@@ -44,6 +45,11 @@ class Identity:
             value = getattr(self, field.name)
             if not isinstance(value, str) or not value:
                 raise InvalidInputError(f"identity field {field.name!r} must be a text that is not empty")
+
+    @property
+    def kv_type(self) -> str:
+        """The types of K and V in one word."""
+        return str(KvType(self.k_type, self.v_type))
 
     @functools.cached_property
     def digest(self) -> bytes:

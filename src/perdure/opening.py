@@ -1,91 +1,67 @@
-"""`perdure.open`: a runtime from a model, with an engine of this process, of a child, or of whoever has the
-store already."""
+"""`perdure.open`: starts an engine in process, in a child process, or attaches to the process that owns the
+store."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Never, cast
+from typing import TYPE_CHECKING, Unpack, cast
 
-from perdure import config
-from perdure.backend import NEXT_TOKEN, Backend, BackendKeywords, LocalBackend, resolve_draft
-from perdure.chat.template.template import Template
-from perdure.config import N_CTX, QUEUE, SLOTS
+from perdure import config as configuration
+from perdure.backend import Backend, BlockStorage, LocalBackend
 from perdure.engine import registry
 from perdure.engine.adapters import absolute_names, absolute_scales
-from perdure.engine.contract import LoadingKeywords
-from perdure.engine.kv_loss import parse_kv_type
-from perdure.engine.model import Model as ModelContract
+from perdure.engine.model import EngineModel as ModelContract
+from perdure.engine_config import N_CTX, EngineConfig
+from perdure.engine_config.keywords import EngineKeywords
 from perdure.errors import InvalidInputError, StoreLockedError
-from perdure.options import refuse_unknown
+from perdure.options import named_by
 from perdure.runtime import Runtime
 from perdure.sessions.store.registry import cluster_key, encryption_of, store_folder
-from perdure.store.owner import StoreLock
-from perdure.worker.attached import Link, check_settings, hold_or_attach
-from perdure.worker.process import RestartPolicy
-from perdure.worker.remote import RemoteBackend
 
-_RESOURCES = frozenset(
-    {
-        "slots",
-        "swap_slots",
-        "queue",
-        "stall",
-        "cache",
-        "store_bytes",
-        "blocks",
-        "blocks_key",
-        "encryption",
-        "threads",
-        "n_batch",
-        "force_kv",
-        "draft",
-    }
-)
-"""Settings that do not change what a reply is: whoever has the store chooses them."""
+if TYPE_CHECKING:
+    from perdure.chat.template.template import Template
+    from perdure.store.owner import StoreLock
+    from perdure.worker.attached import Link
+    from perdure.worker.restart_policy import RestartPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BackendOptions:
+class Opening:
     """Which engine is wanted: for one of this process, or to compare with that of another."""
 
     model: str | os.PathLike[str] | ModelContract | None
-    n_ctx: int | Literal["auto"] | None = None
-    """None: whatever another process has, else the default."""
-    loading: LoadingKeywords = field(default_factory=LoadingKeywords)
-    settings: BackendKeywords = field(default_factory=BackendKeywords)
-    store: Path | None = None
+    config: EngineConfig = field(default_factory=EngineConfig)
+    """Without `n_ctx`: that of another process, else the usual one."""
+    storage: BlockStorage = field(default_factory=BlockStorage)
     isolated: bool | RestartPolicy = False
 
     @property
     def loaded(self) -> bool:
         return self.model is not None and not isinstance(self.model, (str, os.PathLike))
 
-    @property
-    def distinctive(self) -> dict[str, Any]:
-        """What was chosen that changes replies."""
-        chosen: dict[str, Any] = {**self.loading, **self.settings}
-        chosen = {name: value for name, value in chosen.items() if name not in _RESOURCES}
-        return chosen if chosen.get("exact") else {n: v for n, v in chosen.items() if n != "exact"}
-
     def build(self, n_ctx: int = 0) -> Backend:
         """An engine for this process, for requests of at least so many tokens."""
-        context_length = N_CTX if self.n_ctx is None else self.n_ctx
+        config = self.config.resolved()
         if n_ctx:
-            context_length = n_ctx if context_length == "auto" else max(context_length, n_ctx)
-        loading, settings = resolve_draft(self.loading, {**self.settings, "n_ctx": context_length})
+            known = config.n_ctx or N_CTX
+            config = replace(config, n_ctx=n_ctx if known == "auto" else max(known, n_ctx))
         if self.isolated:
+            from perdure.worker.remote import RemoteBackend
+            from perdure.worker.restart_policy import RestartPolicy
+
             policy = self.isolated if isinstance(self.isolated, RestartPolicy) else None
             source = cast("str | None", self.model)
-            return RemoteBackend(source, restart_policy=policy, loading=loading, store=self.store, **settings)
+            return RemoteBackend(source, config, storage=self.storage, restart_policy=policy)
         if self.loaded:
-            return LocalBackend(cast(ModelContract, self.model), store=self.store, **settings)
-        cells = registry.cells(context_length, self.settings.get("slots", SLOTS), settings)
-        own = registry.open_model(cast("str | None", self.model), loading, cells=cells)
+            return LocalBackend(cast(ModelContract, self.model), config, storage=self.storage)
+        own = registry.open_model(
+            cast("str | None", self.model), config.loading, cells=registry.cells(config)
+        )
         try:
-            return LocalBackend(own, own_model=True, store=self.store, **settings)
+            return LocalBackend(own, config, storage=self.storage, own_model=True)
         except BaseException:
             own.close()
             raise
@@ -100,7 +76,10 @@ class BackendOptions:
                 f"{self._model_name()}: leave the model out to use that one, close that process, or choose "
                 "another store"
             )
-        check_settings(link, store, self.distinctive, None if self.n_ctx == "auto" else self.n_ctx)
+        from perdure.worker.attached import check_settings
+
+        n_ctx = self.config.n_ctx
+        check_settings(link, store, self.config.distinctive, None if n_ctx == "auto" else n_ctx)
 
     def _is_model_of(self, link: Link) -> bool:
         ready = link.welcome.ready
@@ -111,36 +90,48 @@ class BackendOptions:
 
     def _model_name(self) -> str:
         if self.loaded:
-            path = getattr(self.model, "path", None)
-            return Path(path).name if path else "another one"
-        return str(self.model or config.settings().model)
+            path = cast(ModelContract, self.model).path
+            return path.name if path is not None else "another one"
+        return str(self.model or configuration.settings().model)
 
 
 def open_runtime(
-    options: BackendOptions,
+    opening: Opening,
     *,
     template: str | os.PathLike[str] | Template | None = None,
     build: Callable[[], Backend] | None = None,
 ) -> Runtime:
-    """A runtime with an engine of its own; or where another process has the store, with the engine of that
-    one. `build` makes the first backend of this process, if there is a better way than `options.build`."""
-    folder = options.store
+    """A runtime with a new engine; or where another process has the store, with the engine of that one.
+    `build` makes the first backend of this process, if there is a better way than `opening.build`."""
+    folder, distinctive = opening.storage.folder, opening.config.distinctive
     if folder is None:
-        return _opened((build or options.build)(), lambda backend: Runtime(backend, template=template))
-    backend_or_lock = hold_or_attach(
-        folder, lambda link: options.check(link, folder), options.build, options.distinctive
-    )
-    if not isinstance(backend_or_lock, StoreLock):
-        return _opened(backend_or_lock, lambda backend: Runtime(backend, store=folder, template=template))
+        return _opened((build or opening.build)(), lambda backend: Runtime(backend, template=template))
+    from perdure.store.owner import StoreLock
+
+    lock_or_backend: StoreLock | Backend
+    try:
+        lock_or_backend = StoreLock(folder)
+    except StoreLockedError:
+        from perdure.worker.attached import lock_or_attach
+
+        lock_or_backend = lock_or_attach(
+            folder, lambda link: opening.check(link, folder), opening.build, distinctive
+        )
+    if not isinstance(lock_or_backend, StoreLock):
+        return _opened(lock_or_backend, lambda backend: Runtime(backend, store=folder, template=template))
     try:
         return _opened(
-            (build or options.build)(),
+            (build or opening.build)(),
             lambda backend: Runtime(
-                backend, store=folder, template=template, lock=backend_or_lock, settings=options.distinctive
+                backend,
+                store=folder,
+                template=template,
+                lock=lock_or_backend,
+                settings=opening.config.distinctive,
             ),
         )
     except BaseException:
-        backend_or_lock.release()
+        lock_or_backend.release()
         raise
 
 
@@ -153,137 +144,87 @@ def _opened(backend: Backend, make: Callable[[Backend], Runtime]) -> Runtime:
         raise
 
 
+@named_by(EngineKeywords)
 def open(  # noqa: A001
     model: str | os.PathLike[str] | ModelContract | None = None,
     *,
-    n_ctx: int | Literal["auto"] | None = None,
-    slots: int | Literal["auto"] = SLOTS,
-    swap_slots: int | None = None,
-    exact: bool = False,
-    queue: int = QUEUE,
-    stall: float | None = None,
-    cache: int | None = None,
     store: str | os.PathLike[str] | None = None,
-    store_bytes: int | None = None,
     encrypt: str | os.PathLike[str] | None = None,
-    blocks: Sequence[str] | None = None,
     template: str | os.PathLike[str] | Template | None = None,
     isolated: bool | RestartPolicy = False,
-    gpu_layers: int | Literal["auto"] | None = None,
-    devices: Sequence[str] | None = None,
-    tensor_split: Sequence[float] | None = None,
-    kv_offload: bool | None = None,
-    cpu_experts: int | Literal["all", "auto"] | None = None,
-    threads: int | None = None,
-    n_batch: int | None = None,
-    shared: bool | None = None,
-    k_type: str | None = None,
-    v_type: str | None = None,
-    kv_type: str | None = None,
-    force_kv: bool = False,
-    flash: bool | None = None,
-    swa_full: bool | None = None,
-    rope_freq_base: float | None = None,
-    rope_freq_scale: float | None = None,
-    trace: str | Sequence[str] | None = None,
-    trace_layers: Sequence[int] | None = None,
-    adapters: Mapping[str, float] | None = None,
-    adapter_names: Mapping[str, str | os.PathLike[str]] | None = None,
-    draft: str | os.PathLike[str] | ModelContract | None = None,
-    **unknown: Never,
+    **options: Unpack[EngineKeywords],
 ) -> Runtime:
     """A runtime on a model: a file, a name, a loaded model, or the default one.
 
-    `n_ctx` is what one request can hold, 4096 tokens unless you choose; `slots` is how many are served at
-    once, and up to `queue` more wait; "auto" for either is what fits into the memory that is there (`fit`).
-    `swap_slots` more conversations keep their state on the device between two requests: a few where it has
-    room, and none on a CPU, unless you say how many. While others wait, a prompt is computed in chunks of
-    about `stall` seconds. `cache` is how many bytes of state are kept between requests, 0 for none; `store`
-    is a folder where that state, and every session, outlives the process, and `store_bytes` bounds it:
-    where another process has that folder open, its engine is used instead of a second one. `encrypt` is the
-    key that state on the disk is encrypted with, a file of 32 bytes or 64 hex digits, or "cluster" for the
-    one in PostgreSQL; said once, it holds for the folder. A `store` that begins with postgresql:// has the
-    sessions of several machines, and state in a folder of this one; `blocks` are then places that they share
-    state in, behind that folder: file://, s3:// or redis:// each.
-    `template` is a chat template to use instead of the model's own: a name or a file. With `exact`, a reply
-    does not depend in the last bit on who else is served. With `isolated`, the engine is in a process of its
-    own that may die and is started again; a `RestartPolicy` says when and how. `gpu_layers`, `devices`,
-    `tensor_split`, `kv_offload` and `cpu_experts` are those of `Model`; what follows them is as for
-    `Model.context`.
-    `kv_type` is the type of K and V in one word (`q8_0`, or `q8_0:f16` for K and V); what it costs the
-    model is measured once, and one that costs much is refused unless `force_kv`.
-    `adapters` are LoRAs and control vectors, files with their scales, for every reply that names no others;
-    `adapter_names` are files by the names that replies may use besides. `draft` guesses ahead for replies
-    with `speculate`: a smaller model of the same vocabulary or the model's assistant (Gemma 4), a file or a
-    name, or "mtp" for the model's own next-token layers. None is the default of whoever it is for.
+    - `store`: a folder where state, and every session, outlives the process. Where another process has that
+      folder open, its engine is used instead of a second one. One that begins with postgresql:// has the
+      sessions of several machines, and state in a folder of this one.
+    - `encrypt`: the key that state on the disk is encrypted with, a file of 32 bytes or 64 hex digits, or
+      "cluster" for the one in PostgreSQL. Said once, it holds for the folder.
+    - `template`: a chat template to use instead of the model's own, a name or a file.
+    - `isolated`: the engine is in another process that may die and is started again; a `RestartPolicy` says
+      when and how.
+
+    Of the engine:
+
+    - `n_ctx`: context size: tokens of prompt and reply together; auto: as many as fit (default: 4096).
+    - `slots`: requests that are answered at once, others wait; auto: as many as fit (default: 4).
+    - `swap_slots`: conversations whose state stays on the device between two requests (default: a few where a
+      device has room, none on a CPU).
+    - `exact`: decode each reply alone, so that its last bit never depends on others (default: false).
+    - `queue`: requests that may wait; a server answers more with 429 (default: 256).
+    - `stall`: seconds of a prompt's chunk while others wait (default: 0.05).
+    - `cache`: bytes of state that are kept in memory between requests (default: an eighth of the memory, at
+      most 2 GiB or a twelfth of it).
+    - `store_bytes`: bytes of state that the store keeps; texts of sessions are always kept (default: 16 GiB).
+    - `blocks`: places where machines share state: file://, s3:// or redis://, the faster first (default:
+      none).
+    - `force_kv`: use a K/V type that was measured to cost the model much (default: false).
+    - `adapters`: LoRAs and control vectors for replies that name no others: files with their scales (default:
+      none).
+    - `adapter_names`: files of adapters by the names that replies may use (default: none).
+    - `gpu_layers`: layers of the model on the GPU; auto: as many as fit (default: auto).
+    - `cpu_experts`: layers whose experts stay in memory and are computed by the CPU; auto: as few as must
+      (default: auto).
+    - `devices`: name of a GPU to use (default: all).
+    - `tensor_split`: share of the model for each GPU (default: by free memory).
+    - `kv_offload`: keep the K/V cache on the GPU too (default: true).
+    - `threads`: threads that compute (default: by the machine).
+    - `n_batch`: most tokens of a prompt in one step (default: 512).
+    - `shared`: one pool of cells for all sequences, in place of a part for each (default: false).
+    - `kv_type`: type of the K/V cache: f16, q8_0, q4_0 and others, or one for K and one for V (default: f16).
+    - `k_type`: type of the keys alone, in place of kv_type (default: f16).
+    - `v_type`: type of the values alone, in place of kv_type (default: f16).
+    - `flash`: flash attention (default: true).
+    - `swa_full`: keep rows that have slid out of a window, so that a sequence can be cut short (default:
+      true).
+    - `rope_freq_base`: base of the rotation; 0: the model's own (default: 0).
+    - `rope_freq_scale`: scale of the rotation; 0: the model's own (default: 0).
+    - `trace`: keep what layers compute in every step, which takes longer: hidden, ffn, router (default:
+      none).
+    - `trace_layers`: layers that trace is for (default: all).
+    - `draft`: guesses ahead for replies with speculate: a smaller model, its assistant (Gemma 4), or mtp
+      (default: none).
     """
     # Before a model is fetched and loaded for nothing.
-    refuse_unknown(unknown, open)
-    if kv_type is not None:
-        if k_type is not None or v_type is not None:
-            raise InvalidInputError("kv_type is k_type and v_type in one; leave it or those out")
-        k_type, v_type = parse_kv_type(kv_type)
-    chosen = {
-        "gpu_layers": gpu_layers,
-        "devices": None if devices is None else tuple(devices),
-        "tensor_split": None if tensor_split is None else tuple(tensor_split),
-        "kv_offload": kv_offload,
-        "cpu_experts": cpu_experts,
-    }
-    loading = cast(LoadingKeywords, _given(chosen))
-    settings: dict[str, Any] = {"slots": slots, "exact": exact, "queue": queue}
-    settings |= _given(
-        {
-            "swap_slots": swap_slots,
-            "stall": stall,
-            "cache": cache,
-            "store_bytes": store_bytes,
-            "threads": threads,
-            "n_batch": n_batch,
-            "shared": shared,
-            "k_type": k_type,
-            "v_type": v_type,
-            "force_kv": force_kv or None,
-            "flash": flash,
-            "swa_full": swa_full,
-            "rope_freq_base": rope_freq_base,
-            "rope_freq_scale": rope_freq_scale,
-            "trace": trace,
-            "trace_layers": trace_layers,
-            "adapters": None if adapters is None else absolute_scales(adapters),
-            "adapter_names": None if adapter_names is None else absolute_names(adapter_names),
-            "draft": _named(draft),
-        }
-    )
+    config = EngineConfig.of(options, open)
     folder = None if store is None else store_folder(store)
-    if blocks:
-        settings |= {"blocks": tuple(blocks), "blocks_key": cluster_key(folder, blocks)}
-    settings |= _given({"encryption": encryption_of(folder, encrypt)})
-    options = BackendOptions(
-        model=model,
-        n_ctx=n_ctx,
-        loading=loading,
-        settings=cast(BackendKeywords, settings),
-        store=folder,
-        isolated=isolated,
+    config = replace(
+        config,
+        adapters=None if config.adapters is None else absolute_scales(config.adapters),
+        adapter_names=None if config.adapter_names is None else absolute_names(config.adapter_names),
     )
-    if options.loaded and loading:
+    storage = BlockStorage(
+        folder=folder,
+        encryption=encryption_of(folder, encrypt),
+        shared_key=cluster_key(folder, config.blocks) if config.blocks else None,
+    )
+    opening = Opening(model=model, config=config, storage=storage, isolated=isolated)
+    if opening.loaded and config.loading:
         raise InvalidInputError(
-            f"this model is loaded already: give {', '.join(loading)} to perdure.Model, or name the file here"
+            f"this model is loaded already: give {', '.join(config.loading)} to perdure.Model, or name the "
+            "file here"
         )
-    if options.loaded and isolated:
+    if opening.loaded and isolated:
         raise InvalidInputError("a loaded model cannot move to another process; give its file or its name")
-    return open_runtime(options, template=template)
-
-
-def _named(draft: str | os.PathLike[str] | ModelContract | None) -> str | ModelContract | None:
-    """A draft model as the engine's process finds it, which may be in another folder."""
-    if draft in (None, NEXT_TOKEN) or not isinstance(draft, (str, os.PathLike)):
-        return draft
-    file = Path(draft)
-    return str(file.absolute()) if file.exists() else os.fspath(draft)
-
-
-def _given(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that were chosen."""
-    return {name: value for name, value in values.items() if value is not None}
+    return open_runtime(opening, template=template)

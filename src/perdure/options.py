@@ -1,10 +1,11 @@
-"""Options of a request: each is a field of a frozen dataclass, and said once there.
+"""Options of a request and of an engine: each is a field of a frozen dataclass, and said once there.
 
 `option` says of a field what every surface needs to know: its range, one line of help, its bounds in items
 and characters. The keywords of the library, the fields of HTTP, the options of the command, the keys of the
 config file, `/set`, Ollama's options, the page's settings and the tables in the docs are made from it.
 
     temperature: float = option(0.8, low=0, high=100, help="divides the logits; 0: the likeliest token")
+    threads: int | None = option(None, low=1, high=512, help="threads that compute", unset="by the machine")
 """
 
 from __future__ import annotations
@@ -13,16 +14,20 @@ import difflib
 import functools
 import inspect
 import math
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from types import NoneType, SimpleNamespace, UnionType
+from typing import Any, ForwardRef, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from perdure.checks import is_number, is_whole
 from perdure.errors import InvalidInputError
 
 WHOLE = 2**31 - 1
 """The largest whole number that an option may be, unless it says less."""
+SURFACES = ("chat", "run", "serve", "file", "models")
+"""Where an option of the engine stands, unless it says where: these commands, the config file, and what is
+said of one of several models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,9 +36,11 @@ class Option:
 
     name: str
     kind: type
-    """float, int, bool, str, list (of texts) or dict."""
+    """float, int, bool, str, list or dict. Of several it is the first."""
     keys: type
-    """Of a dict: int for token ids, str for names."""
+    """Of a dict: int for token ids, str for names. Of a list: what each of it is."""
+    words: tuple[str, ...]
+    """What a number may be besides."""
     default: Any
     help: str
     low: float | None
@@ -53,12 +60,38 @@ class Option:
     """Short names on the command line."""
     ollama: str
     """What Ollama's API calls it."""
+    usual: Any
+    """The value that None stands for, where it is always the same."""
+    what: str
+    """What it may be, where the range is not enough to say that."""
+    command: str
+    """What the command, the config file and a model of several call it."""
+    metavar: str
+    """What stands for its value in the help of the command."""
+    surfaces: tuple[str, ...]
+    affects_reply: bool
+    """Whether a reply depends on it: processes that share an engine then have to agree on it."""
+    affects_memory: bool
+    """Whether the memory that a model takes depends on it."""
+    peers: tuple[str, ...]
+    """What other programs call it."""
+    checked: bool
+    """Whether its kind and range are all there is to check; else its reader does."""
+    calls: tuple[str, ...]
+    """Which calls take it as a keyword, where an extension brings it: open, Model, Model.context."""
+    resolve: Callable[[Any], Mapping[str, Any]] | None
+    """What an engine is given for its value, by option, where that is another."""
 
     @property
     def range(self) -> str:
         """What it may be, in words."""
+        if self.what:
+            return self.what
         what = _KINDS.get(self.kind, "")
-        if self.choices:
+        if self.words:
+            others = "".join(f"{word}, " for word in self.words[:-1])
+            what = f"{what} from {self.low:g}, {others}or {self.words[-1]}"
+        elif self.choices:
             what = f"one of {', '.join(self.choices)}"
         elif self.low is not None and self.high is not None:
             high = f"{self.high:g}" if self.kind is float else f"{self.high:.0f}"
@@ -74,8 +107,10 @@ class Option:
     def default_text(self) -> str:
         """The default as people read it."""
         value = self.default
-        if value is None:
+        if value is None and (self.unset or self.usual is None):
             return self.unset or "none"
+        if value is None:
+            value = self.usual
         if isinstance(value, bool):
             return str(value).lower()
         if isinstance(value, (int, float)):
@@ -84,20 +119,24 @@ class Option:
             return " ".join(repr(each)[1:-1] for each in value) or "none"
         return str(value)
 
-    def check(self, value: object) -> None:
-        """Refuse a value that is out of its range."""
-        if not self._is_right(value):
-            none = "None or " if self.optional else ""
+    def check(self, value: object, *, none: bool = True) -> None:
+        """Refuse a value that is out of its range; the error names None where it is one."""
+        if self.checked and not self._is_right(value):
+            either = "None or " if self.optional and none else ""
             shown = repr(value)
             if len(shown) > _SHOWN:
                 shown = f"{shown[:_SHOWN]}…"
-            raise InvalidInputError(f"{self.name} is {none}{self.range}, got {shown}")
+            raise InvalidInputError(f"{self.name} is {either}{self.range}, got {shown}")
 
     def parse(self, text: str) -> Any:
-        """A value that somebody typed. Several texts have commas between them; a bias is TOKEN=NUMBER."""
+        """A value that a user typed. Several texts have commas between them; a bias is TOKEN=NUMBER."""
         try:
-            if self.kind is int or self.kind is float:
-                value: Any = self.kind(text)
+            if text in self.words:
+                value: Any = text
+            elif self.kind is int or self.kind is float:
+                value = self.kind(text)
+            elif self.kind is list and self.keys is not str:
+                value = tuple(self.keys(part) for part in text.split(","))
             elif self.kind is bool:
                 value = {"true": True, "on": True, "false": False, "off": False}[text.lower()]
             elif self.kind is list or self.kind is dict:
@@ -154,6 +193,8 @@ class Option:
     def _is_right(self, value: Any) -> bool:
         if value is None:
             return self.optional
+        if isinstance(value, str) and value in self.words:
+            return True
         if self.kind is float:
             return is_number(value) and self._in_range(value)
         if self.kind is int:
@@ -164,6 +205,9 @@ class Option:
             return isinstance(value, str) and self._is_text(value)
         if self.kind is list:
             few = isinstance(value, (tuple, list)) and (self.items is None or len(value) <= self.items)
+            if self.keys is not str:
+                is_right = is_whole if self.keys is int else is_number
+                return few and all(is_right(each) and self._in_range(each) for each in value)
             return few and all(isinstance(each, str) and each != "" and self._is_text(each) for each in value)
         if self.keys is str:
             few = isinstance(value, Mapping) and (self.items is None or len(value) <= self.items)
@@ -216,6 +260,18 @@ def option(
     common: bool = False,
     flags: tuple[str, ...] = (),
     ollama: str = "",
+    choices: tuple[str, ...] = (),
+    usual: Any = None,
+    what: str = "",
+    command: str = "",
+    metavar: str = "",
+    surfaces: tuple[str, ...] = SURFACES,
+    affects_reply: bool = True,
+    affects_memory: bool = False,
+    peers: tuple[str, ...] = (),
+    checked: bool = True,
+    calls: tuple[str, ...] = ("open",),
+    resolve: Callable[[Any], Mapping[str, Any]] | None = None,
 ) -> Any:
     """A field of a dataclass that is an option on every surface, there under `name` if that is another."""
     details = {
@@ -229,6 +285,18 @@ def option(
         "common": common,
         "flags": flags,
         "ollama": ollama,
+        "choices": choices,
+        "usual": usual,
+        "what": what,
+        "command": command,
+        "metavar": metavar,
+        "surfaces": surfaces,
+        "affects_reply": affects_reply,
+        "affects_memory": affects_memory,
+        "peers": peers,
+        "checked": checked,
+        "calls": calls,
+        "resolve": resolve,
     }
     if factory is not None:
         return field(default_factory=factory, metadata={_KEY: details})
@@ -250,70 +318,63 @@ def check_options(options: Any) -> None:
 
 @functools.cache
 def _read(kind: type) -> Mapping[str, Option]:
-    hints = get_type_hints(kind)
+    hints = _hints(kind)
     options = {}
     for each in fields(kind):
         if (details := each.metadata.get(_KEY)) is None:
             continue
-        plain, choices, optional = _plain(hints[each.name])
+        kind, keys, words, choices, optional = _plain(hints[each.name])
         default = each.default if each.default_factory is MISSING else each.default_factory()
-        high = WHOLE if plain is int and details["high"] is None else details["high"]
+        high = WHOLE if kind is int and details["high"] is None else details["high"]
         name = details["name"] or each.name
+        derived = {
+            "name": name,
+            "ollama": details["ollama"] or name,
+            "command": details["command"] or name,
+            "choices": choices or details["choices"],
+            "high": high,
+        }
         options[each.name] = Option(
-            **{**details, "name": name, "ollama": details["ollama"] or name, "high": high},
-            kind=plain,
-            keys=_keys(hints[each.name]),
-            default=default,
-            optional=optional,
-            choices=choices,
+            **{**details, **derived}, kind=kind, keys=keys, words=words, default=default, optional=optional
         )
         options[each.name].check(default)
+        PEERS.update(dict.fromkeys(details["peers"], name))
     return options
 
 
-def _keys(hint: Any) -> type:
-    """What the keys of a mapping are."""
-    if get_origin(hint) in (Union, UnionType):
-        (hint,) = (each for each in get_args(hint) if each is not NoneType)
-    origin = get_origin(hint)
-    named = isinstance(origin, type) and issubclass(origin, Mapping) and get_args(hint)[0] is str
-    return str if named else int
+def _hints(kind: type) -> dict[str, Any]:
+    """The types of a dataclass's options. Those of other fields may be known to type checkers alone."""
+    names = {each.name for each in fields(kind) if _KEY in each.metadata}
+    hints: dict[str, Any] = {}
+    for base in reversed(kind.__mro__):
+        notes = {name: note for name, note in vars(base).get("__annotations__", {}).items() if name in names}
+        hints |= get_type_hints(SimpleNamespace(__annotations__=notes), vars(sys.modules[base.__module__]))
+    return hints
 
 
-def _plain(hint: Any) -> tuple[type, tuple[str, ...], bool]:
-    """The kind of a field, its choices, and whether it may be None."""
-    optional = False
-    if get_origin(hint) in (Union, UnionType):
-        (hint,) = (each for each in get_args(hint) if each is not NoneType)
-        optional = True
-    origin = get_origin(hint)
+def _plain(hint: Any) -> tuple[type, type, tuple[str, ...], tuple[str, ...], bool]:
+    """The kind of a field, what its keys or entries are, its words besides a number, its choices, and whether
+    it may be None."""
+    kinds = list(get_args(hint)) if get_origin(hint) in (Union, UnionType) else [hint]
+    optional = NoneType in kinds
+    kinds = [each for each in kinds if each is not NoneType]
+    words: tuple[str, ...] = ()
+    if len(kinds) > 1:
+        words = tuple(word for each in kinds if get_origin(each) is Literal for word in get_args(each))
+        kinds = [each for each in kinds if get_origin(each) is not Literal]
+    origin, parts = get_origin(kinds[0]), get_args(kinds[0])
     if origin is Literal:
-        return str, get_args(hint), optional
+        return str, int, (), parts, optional
     if origin is None:
-        return hint, (), optional
-    return (dict if issubclass(origin, Mapping) else list), (), optional
+        return kinds[0], int, words, (), optional
+    if issubclass(origin, Mapping):
+        return dict, str if parts[0] is str else int, words, (), optional
+    return list, parts[0], words, (), optional
 
 
 PEERS = {
-    "n_threads": "threads",
-    "num_thread": "threads",
-    "n_gpu_layers": "gpu_layers",
-    "num_gpu": "gpu_layers",
-    "num_ctx": "n_ctx",
-    "context_length": "n_ctx",
-    "ctx": "n_ctx",
-    "ctx_size": "n_ctx",
-    "n_parallel": "slots",
-    "num_parallel": "slots",
-    "type_k": "k_type",
-    "type_v": "v_type",
-    "cache_type_k": "k_type",
-    "cache_type_v": "v_type",
-    "n_cpu_moe": "cpu_experts",
-    "flash_attn": "flash",
     "chat_format": "template",
     "chat_template": "template",
-    "kv_unified": "shared",
     "max_new_tokens": "max_tokens",
     "max_completion_tokens": "max_tokens",
     "n_predict": "max_tokens",
@@ -323,18 +384,49 @@ PEERS = {
     "repeat_last_n": "penalty_last_n",
     "stop_sequences": "stop",
     "json_schema": "schema",
+    "response_format": "schema",
+    "lora": "adapters",
+    "lora_path": "adapters",
     "top_logprobs": "logprobs",
     "mirostat_mode": "mirostat",
     "num_return_sequences": "n",
 }
-"""Options of llama-cpp-python, Ollama, llama-server and Transformers, by our names."""
+"""Options of llama-cpp-python, Ollama, llama-server and Transformers, by our names; those of the engine come
+with their fields."""
+
+
+_LACKING = {"mmproj": "images are not supported (docs/not_supported.md)"}
+"""Options of others for what is not there."""
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def named_by(keywords: type) -> Callable[[F], F]:
+    """A function that takes `**options` with the entries of a typed dictionary: its signature names each."""
+
+    def named(function: F) -> F:
+        signature = inspect.signature(function)
+        own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        options = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_written(note))
+            for name, note in keywords.__annotations__.items()
+        ]
+        function.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+        return function
+
+    return named
+
+
+def _written(annotation: Any) -> str:
+    """An annotation as it stands in the source."""
+    return annotation.__forward_arg__ if isinstance(annotation, ForwardRef) else str(annotation)
 
 
 def refuse_unknown(unknown: Collection[str], function: Callable[..., object]) -> None:
-    """Refuse keywords that `function` does not name: those that it has in its `**unknown`."""
+    """Refuse keywords that `function` does not name."""
     if not unknown:
         return
-    names = set(inspect.signature(function).parameters) - {"self", "model", "source", "unknown"}
+    names = set(inspect.signature(function).parameters) - {"self", "model", "source", "repository", "unknown"}
     if (error := unknown_options(unknown, names)) is not None:
         raise error
 
@@ -346,6 +438,9 @@ def unknown_options(names: Iterable[str], known: Collection[str]) -> InvalidInpu
         if name in known:
             continue
         ours = PEERS.get(name.lower())
+        if name in _LACKING:
+            problems.append(f"{name!r}: {_LACKING[name]}")
+            continue
         if ours is not None and ours in known:
             problems.append(f"{name!r} is called {ours!r} here")
         elif near := difflib.get_close_matches(name, known, n=1):

@@ -32,7 +32,7 @@ LOOP_GUARD = 1024
 
 
 def draw_seed() -> int:
-    """A new one, for who gives none."""
+    """A new one, for requests without a seed."""
     return secrets.randbelow(SEED_LIMIT)
 
 
@@ -218,11 +218,11 @@ class RequestOptions:
     ignore_eos: bool = option(False, help="never end a reply at the model's own end")
     priority: Priority = option(
         "interactive",
-        help="who goes first: background requests give way to interactive ones",
+        help="which request goes first: interactive ones before background ones",
     )
     side: bool = option(
         False,
-        help="a request beside a conversation, such as a title: what it leaves is evicted first",
+        help="a request beside a conversation, such as a title: its state is evicted first",
     )
     loop_guard: int = option(
         LOOP_GUARD,
@@ -244,7 +244,7 @@ class RequestOptions:
         help="LoRAs and control vectors by name or file, each with its scale",
         unset="those that the model was opened with",
     )
-    """None: those of the runtime; an empty mapping: the model as it is."""
+    """None: those of the runtime; an empty mapping: none."""
 
 
 def options_of_replies() -> dict[str, Option]:

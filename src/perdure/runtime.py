@@ -8,7 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast
 
 import numpy as np
 
@@ -21,23 +21,25 @@ from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.chat.template.template import Template
 from perdure.checks import check_whole
 from perdure.closing import Closing
-from perdure.decode.choice import Choice, Normalisation, OptionScoring
-from perdure.decode.embedding import EmbeddingFuture, Embeddings, RankedText, cut, ranked
-from perdure.decode.infill import InfillTokens, no_infill
 from perdure.decode.request import Delta, Reply, Request, RequestKeywords, check_prompt_size
 from perdure.decode.stream import Stream, one_request, result_of, submitted
 from perdure.engine.adapters import Scales, absolute_scales
 from perdure.engine.contract import Tokenizer, Tokens
 from perdure.errors import InvalidInputError, TokenError
-from perdure.events.event import Observer
 from perdure.events.hub import LIMIT, Subscription
+from perdure.extension import part
+from perdure.options import unknown_options
 from perdure.sessions.session import Session
 from perdure.sessions.sessions import Memories, Sessions
 from perdure.sessions.store.base import SessionStore
 from perdure.sessions.store.registry import store_folder
-from perdure.store.owner import StoreLock
-from perdure.worker.attached import AttachedBackend
-from perdure.worker.listener import Listener
+
+if TYPE_CHECKING:
+    from perdure.decode.choice import Choice, Normalisation, OptionScoring
+    from perdure.decode.embedding import EmbeddingFuture, Embeddings, RankedText
+    from perdure.events.event import Observer
+    from perdure.store.owner import StoreLock
+    from perdure.worker.listener import Listener
 
 D = TypeVar("D")
 R = TypeVar("R")
@@ -57,16 +59,17 @@ class Runtime(Closing):
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         """`lock` is the right to run an engine for `store`, taken here unless it is given; `settings` are
-        those that others who use the store too are told. `sessions` is a session store instead of `store`,
-        for several runtimes: whoever opened it has that right, and closes it."""
+        those that other processes on the store get. `sessions` is a session store instead of `store`, for
+        several runtimes: the caller that opened it has that right, and closes it."""
         self.backend = backend
         self._template = template
         self._chat_format_lock = threading.Lock()
-        self._infill_tokens: InfillTokens | None = None
         self._chat_format: ChatFormat | None = None
         folder = store_folder(store) if store is not None else None
         with ExitStack() as undo:
-            if folder is not None and lock is None and not isinstance(backend, AttachedBackend):
+            if folder is not None and lock is None and not backend.is_attached:
+                from perdure.store.owner import StoreLock
+
                 lock = StoreLock(folder)
                 undo.callback(lock.release)
             self.sessions = Sessions(
@@ -76,7 +79,11 @@ class Runtime(Closing):
                 keep_open=sessions is not None,
             )
             undo.callback(self.sessions.close)
-            self._listener = Listener(lock.holder, backend, settings or {}) if lock is not None else None
+            self._listener: Listener | None = None
+            if lock is not None:
+                from perdure.worker.listener import Listener
+
+                self._listener = Listener(lock.holder, backend, settings or {})
             undo.pop_all()
         self._store_lock = lock
 
@@ -126,7 +133,7 @@ class Runtime(Closing):
     def observe(
         self, observer: Observer, kinds: Iterable[str] | None = None, *, limit: int = LIMIT
     ) -> Subscription:
-        """Have `observer` called with each event, in a thread of its own, until what this gives is closed.
+        """Call `observer` with each event, in a separate thread, until the subscription is closed.
 
         It may be slow, or raise: no reply waits for it. `perdure.events.sinks` has some.
         """
@@ -139,7 +146,7 @@ class Runtime(Closing):
         `logprobs`, `prompt_logprobs`, `ignore_eos`, `processors`, `namespace`, `timeout`, and those of
         `Sampling`, or a `sampling` as a whole.
         """
-        return self._stream(Request.of(self._prompt(prompt), **request))
+        return self._stream(Request.of(self._prompt(prompt), **request), request.get("schema"))
 
     def generate(self, prompt: str | Sequence[int], **request: Unpack[RequestKeywords]) -> Reply:
         """The reply to a prompt; the keywords are those of `submit`."""
@@ -222,6 +229,8 @@ class Runtime(Closing):
 
         Further keywords are settings for each of its turns, as for `submit_chat`.
         """
+        if unknown := unknown_options(settings, {"system", "create", *TurnKeywords.__annotations__}):
+            raise unknown
         chosen = dict(settings)
         if (adapters := settings.get("adapters")) is not None:
             chosen["adapters"] = absolute_scales(adapters)
@@ -287,6 +296,8 @@ class Runtime(Closing):
         by: Normalisation,
         namespace: str,
     ) -> OptionScoring:
+        from perdure.decode.choice import OptionScoring
+
         return OptionScoring(self.model, prompt, options, self._stream, by=by, namespace=namespace)
 
     def embed(
@@ -299,11 +310,13 @@ class Runtime(Closing):
     ) -> Embeddings:
         """The vectors of texts, or of one: each given as text or as token ids.
 
-        The same text has the same vector to the last bit, whoever else is served. `prefix` is put before each
-        text, such as the `search_query: ` that some models were trained with. `dimensions` keeps the first so
-        many numbers, at length 1 again: only for models that were trained for that. `adapters` are as for a
-        reply: those of the runtime unless some are named.
+        The same text has the same vector to the last bit, with any other requests. `prefix` is put before
+        each text, such as the `search_query: ` that some models were trained with. `dimensions` keeps the
+        first so many numbers, at length 1 again: only for models that were trained for that. `adapters` are
+        as for a reply: those of the runtime unless some are named.
         """
+        from perdure.decode.embedding import cut
+
         self.check_dimensions(dimensions)
         answer = self.submit_embed(texts, prefix=prefix, adapters=adapters)
         try:
@@ -320,6 +333,8 @@ class Runtime(Closing):
         adapters: Scales | None = None,
     ) -> Embeddings:
         """Like `embed`, for asyncio."""
+
+        from perdure.decode.embedding import cut
 
         def submit() -> EmbeddingFuture:
             self.check_dimensions(dimensions)
@@ -354,6 +369,8 @@ class Runtime(Closing):
 
         By the score of each pair where the model scores pairs (a reranker); else by the cosine of vectors.
         """
+        from perdure.decode.embedding import ranked
+
         answer = self.submit_rank(query, documents, adapters=adapters)
         try:
             return ranked(result_of(answer), scored=self.model.info.pair is not None)
@@ -364,6 +381,8 @@ class Runtime(Closing):
         self, query: str, documents: Sequence[str], *, adapters: Scales | None = None
     ) -> list[RankedText]:
         """Like `rank`, for asyncio."""
+        from perdure.decode.embedding import ranked
+
         future = await submitted(lambda: self.submit_rank(query, documents, adapters=adapters))
         vectors = await asyncio.wrap_future(future)
         return ranked(vectors, scored=self.model.info.pair is not None)
@@ -390,8 +409,8 @@ class Runtime(Closing):
         """Numbers of a vector that `embed` gives."""
         return self.backend.embedding_width()
 
-    def _stream(self, request: Request) -> Stream[Delta, Reply]:
-        return Stream(one_request(request), self.backend.submit)
+    def _stream(self, request: Request, schema: Any = None) -> Stream[Delta, Reply]:
+        return Stream(one_request(request, schema), self.backend.submit)
 
     def _tokens(self, text: str | Tokens, at: int, prefix: str = "") -> Tokens:
         if not isinstance(text, str):
@@ -412,12 +431,9 @@ class Runtime(Closing):
 
         `files` are shown to it first, each by name and text. An error where the model has no tokens for it.
         """
-        if self._infill_tokens is None:
-            self._infill_tokens = InfillTokens.of(self.model)
-        if self._infill_tokens is None:
-            raise no_infill()
         check_prompt_size(before + after + "".join(text for _, text in files), self.model, self.n_ctx)
-        return self._infill_tokens.prompt(self.model, before, after, files)
+        prompt: Sequence[int] = part("rt.infill_prompt", "completions")(self.model, before, after, files)
+        return prompt
 
     def _prompt(self, prompt: str | Sequence[int]) -> Sequence[int]:
         if not isinstance(prompt, str):
@@ -434,6 +450,8 @@ class Runtime(Closing):
         finally:
             self.backend.close()
             self.sessions.close()
+            if self._chat_format is not None:
+                self._chat_format.close()
             if self._store_lock is not None:
                 self._store_lock.release()
 

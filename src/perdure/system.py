@@ -16,21 +16,27 @@ import mmap
 import os
 import platform
 import re
+import select
+import shutil
 import signal
 import socket
 import stat
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from perdure.errors import UnsupportedSystemError
 
 POSIX = os.name == "posix"
 BINARY: int = getattr(os, "O_BINARY", 0)
 """For `os.open`: without it Windows changes line ends."""
+NO_LINKS: int = getattr(os, "O_NOFOLLOW", 0)
+NO_WAIT: int = getattr(os, "O_NONBLOCK", 0)
+"""For `os.open`: refuse a link; do not wait for the other end of a pipe."""
 
 try:
     import fcntl
@@ -53,7 +59,7 @@ _GROUP_FILES = {
     "": ("memory.max", "memory.current"),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes"),
 }
-"""Where control groups, of either kind, tell how much memory a group may use, and how much it uses."""
+"""Files in which control groups, of either kind, give the memory that a group may use, and uses."""
 _CPU_NAMES = {"amd64": "x86_64", "x64": "x86_64", "arm64": "aarch64"}
 
 
@@ -61,7 +67,7 @@ _CPU_NAMES = {"amd64": "x86_64", "x64": "x86_64", "arm64": "aarch64"}
 
 
 def physical_memory() -> int | None:
-    """Bytes of memory of this machine, where the system tells."""
+    """Bytes of memory of this machine, where the system reports it."""
     pages = _sysconf("SC_PHYS_PAGES")
     if pages is not None:
         return pages * page_size()
@@ -70,7 +76,7 @@ def physical_memory() -> int | None:
 
 
 def memory_to_share() -> int:
-    """Bytes of memory of this machine; one that does not tell is taken to have 4 GiB."""
+    """Bytes of memory of this machine; 4 GiB where the system does not report it."""
     return physical_memory() or 4 << 30
 
 
@@ -98,7 +104,7 @@ def _advise(start: int, size: int, advice: int | None) -> None:
 
 def own_memory(*, heap: bool = False) -> set[range]:
     """The addresses of memory that only this process has and no file is behind, also of the C heap if asked
-    for; none where the system does not tell."""
+    for; none where the system does not report it."""
     ranges = set()
     for line in _proc("self/maps").splitlines():
         addresses, access, _, _, inode, *name = line.split(maxsplit=5)
@@ -109,7 +115,7 @@ def own_memory(*, heap: bool = False) -> set[range]:
 
 
 def holders_of_deleted(path: Path) -> list[int]:
-    """Processes of this user that have a file open which is not there any more, where the system tells."""
+    """Processes of this user that have a deleted file open, where the system reports them."""
     pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -131,8 +137,8 @@ def has_large_pages() -> bool:
 
 
 def available_memory() -> int | None:
-    """Bytes that this process can still get without swapping, where the system tells. In a container or a
-    service that may be less than the machine has."""
+    """Bytes that this process can still get without swapping, where the system reports it. In a container or
+    a service that may be less than the machine has."""
     match = re.search(r"^MemAvailable:\s+(\d+) kB", _proc("meminfo"), re.MULTILINE)
     if match:
         return min([int(match[1]) << 10, *_left_to_groups()])
@@ -164,7 +170,7 @@ def _left_to_groups() -> Iterator[int]:
 
 
 def resident_memory(pid: int) -> int | None:
-    """Bytes of memory that a process has, where the system tells."""
+    """Bytes of memory that a process has, where the system reports it."""
     try:
         return int(_proc(f"{pid}/statm").split()[1]) * page_size()
     except (IndexError, ValueError):
@@ -187,7 +193,7 @@ def usable_cores() -> int:
 
 
 def core_ids() -> tuple[int, ...]:
-    """The cores that this thread may use; none where the system does not tell."""
+    """The cores that this thread may use; none where the system does not report it."""
     try:
         return tuple(sorted(os.sched_getaffinity(0)))
     except (AttributeError, OSError):
@@ -204,15 +210,30 @@ def use_cores(cores: Iterable[int]) -> None:
 
 
 def busy_cores() -> float | None:
-    """Cores that were busy over the last minute, where the system tells."""
+    """Cores that were busy over the last minute, where the system reports it."""
     try:
         return os.getloadavg()[0]
     except (AttributeError, OSError):
         return None
 
 
+def busy_cores_now(seconds: float) -> float | None:
+    """Cores that are busy over the next seconds, where the system counts their time."""
+
+    def idle_and_all() -> tuple[int, int]:
+        counts = [int(word) for word in _proc("stat").partition("\n")[0].split()[1:9]]
+        return sum(counts[3:5]), sum(counts)
+
+    before = idle_and_all()
+    time.sleep(seconds)
+    after = idle_and_all()
+    if after[1] == before[1]:
+        return busy_cores()
+    return (1 - (after[0] - before[0]) / (after[1] - before[1])) * (os.cpu_count() or 1)
+
+
 def cpu_flags() -> frozenset[str]:
-    """What the processor can do, in the kernel's words; empty where the system does not tell."""
+    """What the processor can do, in the kernel's words; empty where the system does not report it."""
     match = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", _proc("cpuinfo"), re.MULTILINE)
     return frozenset(match[1].split()) if match else frozenset()
 
@@ -388,9 +409,68 @@ def is_own_peer(end: socket.socket) -> bool:
         return False
 
 
+def pip_config_files() -> tuple[list[Path], list[Path]]:
+    """pip's files of settings: those of all users, and those of this one."""
+    home = Path.home()
+    if not POSIX:
+        roaming = Path(os.environ.get("APPDATA", home / "AppData" / "Roaming"))
+        data = Path(os.environ.get("PROGRAMDATA", "C:/ProgramData"))
+        return [data / "pip" / "pip.ini"], [home / "pip" / "pip.ini", roaming / "pip" / "pip.ini"]
+    legacy = home / ".pip" / "pip.conf"
+    library = Path("Library") / "Application Support" / "pip"
+    own = Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config") / "pip" / "pip.conf"
+    if sys.platform == "darwin":
+        mac = home / library
+        return [Path("/") / library / "pip.conf"], [legacy, mac / "pip.conf" if mac.is_dir() else own]
+    folders = (os.environ.get("XDG_CONFIG_DIRS") or "/etc/xdg").split(os.pathsep)
+    shared = [Path(folder) / "pip" / "pip.conf" for folder in folders if folder]
+    return [*shared, Path("/etc/pip.conf")], [legacy, own]
+
+
+def pip_config_file() -> Path:
+    """pip's file of settings of this Python, or of its virtual environment."""
+    return Path(sys.prefix) / ("pip.conf" if POSIX else "pip.ini")
+
+
+def npm_prefix() -> Path:
+    """Where npm's settings of all users are: below `etc`."""
+    if not POSIX:
+        return Path(os.environ.get("APPDATA", Path.home())) / "npm"
+    node = shutil.which("node")
+    return Path(node).parent.parent if node else Path("/usr/local")
+
+
 def isolated_python(*arguments: str) -> list[str]:
     """The command that runs a module with this Python, and nothing out of the current folder."""
     return [sys.executable, "-P", *arguments]
+
+
+def limit_process(*, more_seconds: int, nbytes: int) -> None:
+    """Let this process compute for so long from now on, and have so much address space, where the system can
+    hold it to that. It is ended by SIGXCPU where it takes longer."""
+    if sys.platform == "win32":
+        return
+    try:
+        import resource
+    except ImportError:
+        return
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    seconds = int(usage.ru_utime + usage.ru_stime) + 1 + more_seconds
+    for name, most in (
+        (resource.RLIMIT_CPU, seconds),
+        (resource.RLIMIT_AS, nbytes),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        # Not every system has each of them.
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(name, (most, resource.getrlimit(name)[1]))
+
+
+def wait_for_input(source: IO[bytes], seconds: float) -> bool:
+    """Whether a pipe has something to read, or ended, within `seconds`; True where the system cannot wait."""
+    if not POSIX:
+        return True
+    return bool(select.select([source], [], [], seconds)[0])
 
 
 def require_child_pipes(feature: str) -> None:
@@ -472,20 +552,25 @@ def _sysconf(name: str) -> int | None:
     return value if value > 0 else None
 
 
+_TOLD = 16 << 20
+"""Bytes that are read of a system file, such as the map of a process."""
+
+
 def _proc(name: str) -> str:
     return _text(Path("/proc", name))
 
 
 def _text(path: Path) -> str:
-    """What the system tells in a file of its own; nothing where there is none."""
+    """The text of a file of the system (`/proc`, `/sys`); nothing where there is none."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        with path.open("rb") as file:
+            return file.read(_TOLD).decode("utf-8", "replace")
     except OSError:
         return ""
 
 
 def _windows_memory() -> tuple[int, int] | None:
-    """Total and available bytes, as Windows tells them."""
+    """Total and available bytes, from Windows."""
     kernel = getattr(getattr(ctypes, "windll", None), "kernel32", None)
     if kernel is None:
         return None

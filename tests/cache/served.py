@@ -39,7 +39,7 @@ BOUND = {
     **dict.fromkeys(MLX, 1e-9),
 }
 """The KL of a row from a fresh context's by rounding alone, at most, as measured:
-docs/internals/exactness_measurements.md."""
+docs/measurements/exactness.md."""
 EXPERTS = ("qwen3moe", "deepseek2", "deepseek2-mtp", "mlx-qwen3moe", "mlx-llama4")
 """Rounding can send a token to another expert, so that only equal shapes tell noise from error."""
 PLENTY = 64 << 20
@@ -129,7 +129,7 @@ class Served:
             call=self.engine_loop.call,
             post=self.engine_loop.post,
             post_in_quiet=self.engine_loop.post_in_quiet,
-            look=self.engine_loop.look,
+            peek=self.engine_loop.peek,
         )
         wide = not exact and self.context.n_batch > NARROW
         self.bound = other_shapes(subject) if (wide or elsewhere) and not subject.toy else narrow.bound

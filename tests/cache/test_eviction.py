@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -16,15 +17,16 @@ from numpy.typing import NDArray
 from counting import size_of
 from inside import nodes_of
 from perdure.cache.block import Block, BlockId, chain, cost
-from perdure.cache.eviction import Eviction, Standing, Use, worth
+from perdure.cache.eviction import Eviction, EvictionClass, Use, worth
 from perdure.cache.slots.cache import SlotCache
 from perdure.cache.tiers.disk import DiskTier
 from perdure.cache.tiers.memory import MemoryTier
-from perdure.cache.tiers.places import DirectoryPlace
-from perdure.cache.tiers.shared import SharedTier
 from perdure.decode.sequence import SlotAssignment
 from perdure.engine.context import Context
 from perdure.testing.toy import ToyModel
+
+if TYPE_CHECKING:
+    from perdure.ext.cluster.shared import SharedTier
 
 SIZE = 4
 ROOTS = {name: BlockId(name.encode().ljust(32, b".")) for name in ("ann", "bob", "cat")}
@@ -73,7 +75,7 @@ TITLE = Use("ann", "", side=True)
 
 
 def test_the_order_is_superseded_side_conversation_shared_kept() -> None:
-    values = [worth(standing, 1000, 500) for standing in Standing]
+    values = [worth(eviction_class, 1000, 500) for eviction_class in EvictionClass]
     assert values == sorted(values)
     assert len(set(values)) == len(values)
 
@@ -102,10 +104,10 @@ def test_what_a_conversation_left_goes_first_once_it_went_on() -> None:
     tier = MemoryTier(5 * COST)
     left = store(tier, parts(1, 2, 3), talk("main"))
     store(tier, parts(1, 7), talk("main"))
-    assert tier.eviction.standing(left[1]) is Standing.CONVERSATION
+    assert tier.eviction.class_of(left[1]) is EvictionClass.CONVERSATION
     store(tier, parts(1, 7, 8), talk("main"))
-    assert tier.eviction.standing(left[1]) is Standing.SUPERSEDED
-    assert tier.eviction.standing(left[0]) is Standing.CONVERSATION
+    assert tier.eviction.class_of(left[1]) is EvictionClass.SUPERSEDED
+    assert tier.eviction.class_of(left[0]) is EvictionClass.CONVERSATION
     store(tier, parts(4, 5), talk("other"))
     assert left[0] in tier
     assert not any(name in tier for name in left[1:])
@@ -119,7 +121,7 @@ def test_a_reply_that_is_read_otherwise_is_left_at_once() -> None:
     rule.use(prompt, talk("main"))
     rule.write(whole, [], talk("main"))
     assert rule.use(chained(parts(1, 2, 4)), talk("main")) == [whole[2]]
-    assert rule.standing(whole[2]) is Standing.SUPERSEDED
+    assert rule.class_of(whole[2]) is EvictionClass.SUPERSEDED
 
 
 def test_what_was_left_is_worth_something_again_when_it_is_gone_back_to() -> None:
@@ -128,9 +130,9 @@ def test_what_was_left_is_worth_something_again_when_it_is_gone_back_to() -> Non
     rule.use(chained(parts(1, 5)), talk("main"))
     rule.use(chained(parts(1, 5, 6)), talk("main"))
     names = chained(parts(1, 2, 3))
-    assert rule.standing(names[2]) is Standing.SUPERSEDED
+    assert rule.class_of(names[2]) is EvictionClass.SUPERSEDED
     assert names[2] in rule.use(names, talk("main"))
-    assert rule.standing(names[2]) is Standing.CONVERSATION
+    assert rule.class_of(names[2]) is EvictionClass.CONVERSATION
 
 
 def test_a_title_under_the_name_of_a_conversation_leaves_that_as_it_is() -> None:
@@ -140,15 +142,15 @@ def test_a_title_under_the_name_of_a_conversation_leaves_that_as_it_is() -> None
     rule.use(main, talk("main"))
     rule.use(chained(parts(9)), talk("main"))
     rule.use(chained(parts(1, 2, 3, 4)), talk("main"))
-    assert {rule.standing(name) for name in main} == {Standing.CONVERSATION}
-    assert rule.standing(chained(parts(9))[0]) is Standing.SUPERSEDED
+    assert {rule.class_of(name) for name in main} == {EvictionClass.CONVERSATION}
+    assert rule.class_of(chained(parts(9))[0]) is EvictionClass.SUPERSEDED
 
 
 def test_a_shared_beginning_outlasts_conversations_that_are_younger_but_not_for_ever() -> None:
     tier = MemoryTier(4 * COST)
     [beginning, *_] = store(tier, parts(1, 2), talk("one"))
     store(tier, parts(1, 3), talk("two"))
-    assert tier.eviction.standing(beginning) is Standing.SHARED
+    assert tier.eviction.class_of(beginning) is EvictionClass.SHARED
     for number in range(10, 14):
         store(tier, parts(number), talk(f"later {number}"))
     assert beginning in tier
@@ -240,6 +242,9 @@ def test_a_namespace_takes_no_more_than_its_share_of_a_disk_from_another(
 
 @pytest.fixture
 def shared(tmp_path: Path) -> Iterator[Callable[[int], SharedTier]]:
+    from perdure.ext.cluster.places import DirectoryPlace
+    from perdure.ext.cluster.shared import SharedTier
+
     with ExitStack() as held:
 
         def opened(budget: int) -> SharedTier:
@@ -249,6 +254,7 @@ def shared(tmp_path: Path) -> Iterator[Callable[[int], SharedTier]]:
         yield opened
 
 
+@pytest.mark.extension("cluster")
 def test_a_namespace_takes_no_more_than_its_share_of_a_shared_tier_from_another(
     shared: Callable[[int], SharedTier],
 ) -> None:
@@ -299,10 +305,10 @@ class EvictionMachine(RuleBasedStateMachine):
     def ask(self, who: str, which: int, tokens: list[int], side: bool) -> None:
         tier = self.tier
         before = dict(tier.owner_bytes)
-        wanted = {name for name in nodes_of(tier) if not tier.eviction.standing(name).is_unwanted}
+        wanted = {name for name in nodes_of(tier) if not tier.eviction.class_of(name).is_unwanted}
         names = list(chain(ROOTS[who], np.array(parts(*tokens), np.int32), SIZE))
         store(tier, parts(*tokens), Use(who, "" if side else f"talk {which}", side))
-        if side and all(tier.eviction.standing(name).is_unwanted for name in names):
+        if side and all(tier.eviction.class_of(name).is_unwanted for name in names):
             # Else it brings back what a conversation had before.
             assert wanted <= nodes_of(tier).keys()
         share = self.budget // len({*before, who})

@@ -241,6 +241,7 @@ def test_a_namespace_that_is_not_served_any_more_leaves_nothing_behind(
     assert max(sizes[75:]) <= 1.02 * max(sizes[:75])
 
 
+@pytest.mark.extension("inspection")
 def test_blocks_are_listed_page_by_page() -> None:
     """Each once, each before those that follow it; only those of the namespace."""
     with perdure.open(ToyModel(FullAttention), n_ctx=512, slots=1) as rt:

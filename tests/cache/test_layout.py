@@ -16,7 +16,7 @@ import zoo
 from inside import core_of
 from perdure import Context
 from perdure.engine.llama.core import LlamaCore
-from perdure.engine.llama.native.layout import Layout, discover
+from perdure.engine.llama.native.layout import StateLayout, discover
 from perdure.memory import FullAttention
 from subjects import NARROW, Subject, check
 
@@ -46,12 +46,12 @@ class Sample:
     tail_state: NDArray[np.uint8] | None
     streams: int
 
-    def layout(self) -> Layout:
+    def layout(self) -> StateLayout:
         found = discover(self.state, self.tail_state, self.seq, self.streams)
         assert found is not None
         return found
 
-    def build(self, layout: Layout, pieces: list[NDArray[np.uint8]], seq: int) -> NDArray[np.uint8]:
+    def build(self, layout: StateLayout, pieces: list[NDArray[np.uint8]], seq: int) -> NDArray[np.uint8]:
         return layout.build(seq, pieces, self.tail_state, np.empty(2 * len(self.state), np.uint8))
 
 

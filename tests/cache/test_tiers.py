@@ -15,7 +15,7 @@ import pytest
 
 import perdure
 from perdure import Sampling
-from perdure.backend import LocalBackend
+from perdure.backend import BlockStorage, LocalBackend
 from perdure.cache.block import Block, BlockId, BlockMeta
 from perdure.cache.prefix_search import ANY_TOKEN, AT_TAIL_STATES, key_of
 from perdure.cache.tiers.base import BlockTier
@@ -25,6 +25,7 @@ from perdure.cache.tiers.tiered import Tiers
 from perdure.cache.tiers.write_behind import WriteBehind
 from perdure.decode.request import KeptPrefix, Request, ReuseReport
 from perdure.decode.stream import Stream, one_request
+from perdure.engine_config import EngineConfig
 from perdure.errors import CorruptStateError, StoreError
 from perdure.testing.toy import ToyModel
 from store.chains import SIZE, block, chain, root, same
@@ -333,7 +334,10 @@ PROMPT = list(range(1, 200))
 @contextmanager
 def running(folder: Path | None, shelf: ShelfTier, **options: Any) -> Iterator[LocalBackend]:
     settings: dict[str, Any] = {"n_ctx": 512, "slots": 1, **options}
-    with closing(LocalBackend(ToyModel(), store=folder, tiers=[shelf], **settings)) as backend:
+    storage = BlockStorage(folder=folder)
+    with closing(
+        LocalBackend(ToyModel(), EngineConfig(**settings), storage=storage, tiers=[shelf])
+    ) as backend:
         yield backend
 
 
@@ -344,6 +348,7 @@ def ask(backend: LocalBackend, prompt: Sequence[int] = PROMPT) -> tuple[list[int
     return list(reply.tokens), reply.reuse
 
 
+@pytest.mark.extension("inspection")
 def test_reports_counters_and_views_name_the_tier_that_gave_the_state(tmp_path: Path) -> None:
     shelf = ShelfTier()
     with running(None, shelf) as backend:
@@ -368,7 +373,7 @@ def test_reports_counters_and_views_name_the_tier_that_gave_the_state(tmp_path: 
 @pytest.mark.parametrize("how", ["fails", "hangs", "lies"])
 def test_s4_whatever_the_last_tier_does_replies_are_those_of_a_cold_engine(tmp_path: Path, how: str) -> None:
     other = [7, *PROMPT]
-    with closing(LocalBackend(ToyModel(), n_ctx=512, slots=1, cache=0)) as backend:
+    with closing(LocalBackend(ToyModel(), EngineConfig(n_ctx=512, slots=1, cache=0))) as backend:
         cold = [ask(backend)[0], ask(backend, other)[0]]
     shelf = ShelfTier()
     with running(None, shelf) as backend:
@@ -424,8 +429,7 @@ def test_sleeping_needs_one_tier_that_takes_the_state(tmp_path: Path) -> None:
         assert backend.cache.held(PROMPT)["disk"].tokens >= 192
 
 
-def test_the_public_names_of_kept_prefixes_are_one_class() -> None:
-    assert perdure.Pin is perdure.CacheMark is perdure.KeptPrefix
+def test_a_kept_prefix_needs_an_end() -> None:
     with pytest.raises(perdure.InvalidInputError, match="seconds"):
-        perdure.CacheMark(after=1)
+        perdure.KeptPrefix(after=1)
     assert block([1]).tier == "memory"

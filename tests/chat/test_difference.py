@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 import perdure
-from counting import size_of
 from perdure import Runtime
-from perdure.chat.difference import PastPrompt, PastPrompts
 from perdure.chat.message import Message, ToolCall
 from perdure.testing.toy import ToyModel
 
@@ -251,14 +249,3 @@ def test_another_namespace_is_never_compared_with(rt: Runtime) -> None:
     other = Conversation()
     other.text(0, "You are a helper.")
     assert ask(rt, other, "yours").miss is None
-
-
-def test_what_is_remembered_is_bounded() -> None:
-    past = PastPrompts(limit=10_000)
-    sizes = []
-    for at in range(100):
-        past.store(PastPrompt((said("user", str(at)),), (), {}, "x" * 500), "", None)
-        sizes.append(size_of(past))
-    assert max(sizes) < 1.1 * max(sizes[:25])
-    assert past.closest([said("user", "99")], "xxx", "") is not None
-    assert past.closest([said("user", "1")], "xxx", "") is None

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import perdure
 from perdure import InvalidInputError
 from perdure.chat.message import Message, Tool, ToolCall, parse_messages
+from perdure.testing.toy import ToyModel
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 
@@ -29,13 +31,13 @@ BAD: list[tuple[object, str]] = [
     ),
     ([{"role": "user"}], r"messages\[0\].content is missing"),
     ([{"role": "user", "content": None}], r"messages\[0\].content is missing"),
-    ([{"role": "user", "content": ["Hi"]}], r"content\[0\] must be a mapping"),
+    ([{"role": "user", "content": [5]}], r"content\[0\] must be a mapping"),
     ([{"role": "user", "content": [{"type": "text"}]}], r"content\[0\].text must be text, got NoneType"),
     (
         [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
-        r"content\[0\].type must be \"text\", got 'image_url': images, audio and files cannot be read",
+        r"content\[0\].type must be \"text\", got 'image_url': an image is a perdure.Image",
     ),
-    ([{"role": "user", "content": [{"type": "input_audio"}]}], "images, audio"),
+    ([{"role": "user", "content": [{"type": "input_audio"}]}], "audio and files"),
     ([{"role": "user", "content": "\ud800"}], "no valid Unicode: a lone surrogate at 0"),
     ([{"role": "user", "content": "a", "tool_calls": [CALL]}], "only an assistant message"),
     ([{"role": "user", "content": "a", "reasoning": "b"}], "only an assistant message"),
@@ -87,6 +89,22 @@ def test_arguments_that_are_no_object_are_an_error_when_they_are_parsed(argument
     call = ToolCall(id="1", name="f", arguments=arguments)
     with pytest.raises(InvalidInputError, match="the arguments of f must be"):
         _ = call.parsed
+
+
+@pytest.mark.parametrize("half", ["\\ud83d", "\\uDE00", "\\ude00\\ud83d"])
+def test_half_a_surrogate_pair_in_arguments_is_a_replacement_character_i7(half: str) -> None:
+    """I7: a conversation with such a call could not go on. A whole pair stays what it is."""
+    call = ToolCall(id="1", name="f", arguments=f'{{"a{half}": ["{half}", "\\ud83d\\ude00", 1.5]}}')
+    written = "\ufffd" * half.count("u")
+    assert call.parsed == {f"a{written}": [written, "\U0001f600", 1.5]}
+    with perdure.open(ToyModel(), n_ctx=1024, slots=1) as rt:
+        said = [
+            Message(role="user", content="Hi"),
+            Message(role="assistant", tool_calls=(call,)),
+            Message(role="tool", content="1", tool_call_id="1", name="f"),
+            Message(role="user", content="Go on."),
+        ]
+        assert rt.chat(said, max_tokens=1).usage.prompt_tokens
 
 
 def test_a_message_is_its_own_parse() -> None:

@@ -120,6 +120,7 @@ def test_nothing_is_dropped_in_silence(path: Path) -> None:
             assert missing == [], (name, bool(tools), given.notes, text[-1500:])
 
 
+@pytest.mark.extension("families")
 @pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
 def test_a_plain_conversation_is_normalised_as_any_other(path: Path) -> None:
     """Plain messages take a short way. A choice about reasoning has them go the long one, to the same end."""

@@ -12,9 +12,10 @@ import pytest
 import perdure
 from chat.test_chat_format import saying, toy, user
 from perdure import Runtime, Template
-from perdure.chat.message import Message, ToolCall
+from perdure.chat.formats.registry import detect
+from perdure.chat.message import Message, Tool, ToolCall
 from perdure.chat.options import ChatOptions
-from perdure.chat.prompt_builder import ReasoningCache
+from perdure.chat.parsing.reply_parser import parse_reply
 from perdure.engine.contract import ModelInfo
 from perdure.errors import InvalidInputError
 from perdure.sessions import session as module
@@ -64,37 +65,13 @@ def test_nobody_else_gets_it(rt: Runtime) -> None:
         assert ("Look first." in text) is found
 
 
-def test_an_id_that_a_model_writes_again_is_told_apart_by_what_was_asked() -> None:
-    cache = ReasoningCache()
-    one, other = Message(role="user", content="one"), Message(role="user", content="other")
-    cache.store([one], called("look:0", reasoning="Of one."), "")
-    cache.store([other], called("look:0", reasoning="Of the other."), "")
-    for asked, reasoning in ((one, "Of one."), (other, "Of the other.")):
-        assert cache.put_back([asked, called("look:0")], "")[1].reasoning == reasoning
-    assert cache.put_back([Message(role="user", content="new"), called("look:0")], "")[1].reasoning is None
-    assert cache.put_back([one, called("look:0", name="fly")], "")[1].reasoning is None
-
-
-def test_what_a_client_sends_itself_stays() -> None:
-    cache = ReasoningCache()
-    ours = "call_" + "0" * 24
-    cache.store([], called(ours, reasoning="Mine."), "")
-    assert cache.put_back([called(ours, reasoning="")], "")[0].reasoning == ""
-    assert cache.put_back([called(ours)], "")[0].reasoning == "Mine."
-
-
-def test_it_is_bounded() -> None:
-    """I2: by characters, the oldest goes first."""
-    cache = ReasoningCache(limit=1000)
-    for number in range(100):
-        cache.store([], called(f"call_{number:024x}", reasoning="x" * 100), "n")
-    held = [
-        cache.put_back([called(f"call_{number:024x}")], "n")[0].reasoning is not None for number in range(100)
-    ]
-    assert sum(held) == 7
-    assert all(held[-7:])
-    cache.store([], called("call_" + "f" * 24, reasoning="x" * 2000), "n")
-    assert cache.put_back([called("call_" + "f" * 24)], "n")[0].reasoning is None
+def test_what_a_model_writes_is_no_id_that_was_drawn() -> None:
+    """C13: what a model writes may come again in any conversation, a drawn id never does."""
+    family = detect("<tool_call>", "")
+    for written, kept in (("look:0", True), ("call_" + "0" * 24, False)):
+        text = f'<tool_call>\n{{"name": "look", "id": "{written}", "arguments": {{}}}}\n</tool_call>'
+        [call] = parse_reply(family, text, tools=(Tool(name="look"),)).tool_calls
+        assert (call.id == written) is kept
 
 
 # The date.

@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import subjects
-from counting import size_of
-from perdure.chat.transcript import ChatTokenizer, Transcript, TranscriptCache, _pattern, _tree, shared_length
-from perdure.engine.model import Model
+from perdure.chat.transcript import ChatTokenizer, Transcript, _pattern, _tree, shared_length
+from perdure.engine.model import EngineModel
 from perdure.testing.toy import ToyModel
 
 TOY_MODEL = ToyModel()
@@ -23,12 +22,12 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 
 
 @pytest.fixture(params=["toy-full", "llama"])
-def model(request: pytest.FixtureRequest, zoo_path: Callable[[str], Path]) -> Model:
+def model(request: pytest.FixtureRequest, zoo_path: Callable[[str], Path]) -> EngineModel:
     return subjects.find(request.param, zoo_path).model
 
 
 @pytest.fixture
-def tokenizer(model: Model) -> ChatTokenizer:
+def tokenizer(model: EngineModel) -> ChatTokenizer:
     return ChatTokenizer(model)
 
 
@@ -81,7 +80,7 @@ def test_tokens_that_were_read_stand_for_their_text_again(said: str, reply: str)
     assert found.tokens == known.tokens
 
 
-def test_a_reply_of_odd_tokens_is_not_tokenised_again(tokenizer: ChatTokenizer, model: Model) -> None:
+def test_a_reply_of_odd_tokens_is_not_tokenised_again(tokenizer: ChatTokenizer, model: EngineModel) -> None:
     """C2: a reply's own tokens stand for its text, however it would be tokenised."""
     odd = [token for letter in "the the" for token in model.tokenize(letter, bos=False)]
     assert odd != model.tokenize("the the", bos=False) or len(odd) == 7
@@ -98,7 +97,7 @@ def test_a_reply_of_odd_tokens_is_not_tokenised_again(tokenizer: ChatTokenizer, 
     assert differs.text.endswith("<|im_start|>")
 
 
-def test_a_reply_that_was_cut_off_stands_too(tokenizer: ChatTokenizer, model: Model) -> None:
+def test_a_reply_that_was_cut_off_stands_too(tokenizer: ChatTokenizer, model: EngineModel) -> None:
     prompt = tokenizer.encode("<|im_start|>assistant\n")
     known = prompt + tokenizer.decode(model.tokenize("cut o", bos=False))
     for follows, stands in (("<|im_end|>\n", True), (" then more", True), ("ff", False)):
@@ -110,53 +109,6 @@ def test_a_reply_that_was_cut_off_stands_too(tokenizer: ChatTokenizer, model: Mo
 marked = st.lists(
     st.sampled_from(["<|im_end|>", "<|im_start|>", "a", "b", " ", "\n"]) | texts, max_size=6
 ).map("".join)
-
-
-@given(st.lists(marked, min_size=1, max_size=12), marked)
-def test_the_longest_beginning_is_recalled(held: list[str], wanted: str) -> None:
-    """At least up to the last mark before the text parts from everything that is held. Behind a mark any
-    conversation can be gone on from; between marks only the one whose tokens end there, and of several that
-    begin alike the longest is held."""
-    recall = TranscriptCache(TOY)
-    known = [TOY.encode(text) for text in held]
-    for each in known:
-        recall.store(each, "")
-    shared = [TOY.shared_prefix(wanted, each) for each in known]
-    longest = max((len(each.text) for each in shared if each is not None), default=0)
-    behind_a_mark = max(
-        (
-            chars
-            for each in known
-            for chars, count in each.cuts
-            if wanted.startswith(each.text[:chars]) and each.tokens[count - 1] in TOY.marks
-        ),
-        default=0,
-    )
-    found = recall.lookup(wanted, "")
-    assert behind_a_mark <= (len(found.text) if found else 0) <= longest
-    assert found is None or wanted.startswith(found.text)
-    assert recall.lookup(wanted, "another") is None
-
-
-def test_recall_keeps_to_its_limit_and_forgets_the_oldest() -> None:
-    recall = TranscriptCache(TOY, limit=3000)
-    for number in range(50):
-        recall.store(TOY.encode(f"<|im_start|>{number:02d} {'x' * 20}"), "")
-    assert 0 < recall.nbytes <= 3000
-    oldest = recall.lookup(f"<|im_start|>00 {'x' * 20}", "")
-    assert oldest is None or not oldest.text.startswith("<|im_start|>00")
-    found = recall.lookup(f"<|im_start|>49 {'x' * 20}", "")
-    assert found is not None
-    assert found.text.startswith("<|im_start|>49")
-
-
-def test_a_namespace_whose_transcripts_are_gone_leaves_nothing_behind() -> None:
-    recall = TranscriptCache(TOY, limit=3000)
-    sizes = []
-    for number in range(50):
-        recall.store(TOY.encode(f"<|im_start|>{'x' * 20}"), f"namespace {number:02d}")
-        sizes.append(size_of(recall))
-    assert max(sizes) == max(sizes[:10])
 
 
 def test_a_transcript_is_cut_where_both_can_be_cut() -> None:

@@ -7,12 +7,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from perdure.cli.options.groups import EngineOptions
+from perdure.cli.options.groups import ChatEngine
 from perdure.errors import InvalidInputError
-from perdure.pool import named_adapter
+from perdure.server.pool import named_adapter
 
 Names = Callable[[str], Path]
 
@@ -47,9 +48,9 @@ def test_run_takes_a_lora_and_a_control_vector(zoo_path: Names) -> None:
 
 def test_options_become_one_set(zoo_path: Names) -> None:
     lora, vector = str(zoo_path("llama-lora")), str(zoo_path("llama-vector"))
-    options = EngineOptions(lora=[f"{lora}:0.5"], control_vector=[f"{vector}@1-2"])
-    assert options.adapters == {lora: 0.5, f"{vector}@1-2": 1.0}
-    assert EngineOptions().adapters is None
+    given: dict[str, Any] = {"lora": [f"{lora}:0.5"], "control_vector": [f"{vector}@1-2"]}
+    assert ChatEngine(**given).config.adapters == {lora: 0.5, f"{vector}@1-2": 1.0}
+    assert ChatEngine().config.adapters is None
 
 
 def test_a_name_for_clients_is_a_name() -> None:

@@ -296,7 +296,79 @@ def test_ctrl_c_with_a_pipe_exits_with_130_and_keeps_what_came(environment: dict
     assert turn["reply"]["content"]
 
 
+OFFER = r"\[C\]ontinue it, \[a\]sk again, \[d\]iscard it, or \[l\]eave it\? "
+
+
+ENDING = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+
+
+@ENDING
+@pytest.mark.parametrize("command", ["chat", "run"])
+def test_y23_a_plain_kill_keeps_what_came_as_ctrl_c_does(
+    environment: dict[str, str], command: str, number: signal.Signals
+) -> None:
+    """Y23: the message and the part of its reply, and the exit code that tells the signal."""
+    with subprocess.Popen(
+        [*COMMAND, command, *GREEDY, "--ctx", "3000", "--session", "cut"],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as running:
+        assert running.stdin is not None
+        assert running.stdout is not None
+        assert running.stderr is not None
+        running.stdin.write(b"the man\n")
+        running.stdin.flush()
+        if command == "run":
+            running.stdin.close()
+        running.stdout.read(1)
+        running.send_signal(number)
+        assert running.wait(PATIENCE) == 128 + number
+        assert b"Traceback" not in running.stderr.read()
+    kept = shown(environment, "cut")
+    if command == "run":
+        [turn] = kept["history"]
+        assert turn["finish_reason"] == "cancelled"
+    else:
+        # A chat that is opened again offers to continue it (C12).
+        turn = kept["pending"]
+        assert turn["ended"] == "the chat was ended"
+    assert turn["messages"][0]["content"].strip() == "the man"
+    assert turn["reply"]["content"]
+
+
 # In a terminal.
+
+
+@pytest.mark.parametrize("how", ["kill", "hang up"])
+def test_y23_a_chat_whose_window_is_closed_keeps_what_came(environment: dict[str, str], how: str) -> None:
+    """Y23: also where the window is gone when the rest is to be shown."""
+    with terminal(environment, "chat", "--ctx", "3000", *GREEDY, "--session", "cut") as user:
+        user.until("> ")
+        user.type("the man\n")
+        user.until("the man\n.")
+        if how == "hang up":
+            user.hang_up()
+        else:
+            user.process.send_signal(signal.SIGTERM)
+            user.leaves()
+        assert user.process.wait(PATIENCE) == 128 + (signal.SIGHUP if how == "hang up" else signal.SIGTERM)
+    pending = shown(environment, "cut")["pending"]
+    assert (pending["ended"], pending["messages"][0]["content"]) == ("the chat was ended", "the man")
+    part = pending["reply"]["content"]
+    assert part
+    with terminal(environment, "chat", *BRIEF, "--session", "cut") as user:
+        offered = user.until(OFFER)
+        assert "The reply to this was interrupted (the chat was ended):\nthe man\nSo far:\n" in offered
+        user.type("l\n")
+        user.until("another message keeps both.*cut> ")
+        assert "Discarded." in ask(user, "/discard", "cut> ")
+        assert "nothing to discard" in ask(user, "/discard", "cut> ")
+        assert "no pending turn" in ask(user, "/continue", "cut> ")
+        user.type("\x04")
+        assert user.leaves() == 0
+    assert shown(environment, "cut")["pending"] is None
 
 
 def ask(user: PtyUser, text: str, until: str = r"\n[^\n]*> ") -> str:
@@ -383,6 +455,16 @@ def test_in_a_terminal_a_conversation_is_forked_rewound_edited_and_saved(
         listed = ask(user, "/sessions", "b> ")
         assert re.search(r"\* +2 turns .* b\n", listed)
         assert re.search(r"\n? +2 turns .* a\n", listed)
+        branches = ask(user, "/branches", "b> ")
+        assert re.search(r"\* +2 turns .* b\n", branches)
+        assert re.search(r"1 turn .* b~2\n", branches)
+        assert " a\n" not in branches
+        assert "b is called Our Plans in lists." in ask(user, "/rename Our Plans", "b> ")
+        assert re.search(r"\* +2 turns .* b  Our Plans\n", ask(user, "/search our plans", "b> "))
+        said = ask(user, "/search the other", "b> ")
+        assert " a\n" in said
+        assert " b~2\n" not in said
+        assert "No session has nowhere said." in ask(user, "/search nowhere said", "b> ")
         assert re.search(r"a: 2 turns, \d+ tokens; woken in", ask(user, "/sessions a", "a> "))
         assert "there is no session 'c'" in ask(user, "/sessions c", "a> ")
         for name in ("talk.md", "talk.jsonl", "talk.session"):
@@ -504,8 +586,9 @@ def test_a_chat_shows_its_history_takes_back_and_has_settings(environment: dict[
         assert "temperature is a number from 0 to 100, got 'hot'" in ask(user, "/set temperature hot", "a> ")
         assert "temperature is a number from 0" in ask(user, "/set temperature -1", "a> ")
         assert "there is no setting 'heat'" in ask(user, "/set heat 1", "a> ")
+        assert "'temprature'; did you mean temperature?" in ask(user, "/set temprature 1", "a> ")
         ask(user, "/set max_tokens 2", "a> ")
-        ask(user, "and now", "a> ")
+        assert "(Cut at the limit of 2 tokens; /set max_tokens changes it.)" in ask(user, "and now", "a> ")
         user.type("\x04")
         assert user.leaves() == 0
     assert shown(environment, "a")["history"][-1]["usage"]["completion_tokens"] == 2
@@ -778,23 +861,41 @@ def test_the_branches_of_a_chat_that_is_not_kept_go_where_it_goes(environment: d
     assert shown(environment, "plans~2")["history"][0]["messages"][0]["content"] == "the man"
 
 
-def test_the_message_that_was_being_answered_at_a_kill_is_offered_again(environment: dict[str, str]) -> None:
-    with terminal(environment, "chat", *GREEDY, "--session", "a") as user:
+@pytest.mark.parametrize("answer", ["c", "a"])
+def test_c12_what_was_being_answered_at_a_kill_is_offered_again(
+    environment: dict[str, str], answer: str
+) -> None:
+    """C12: shown with the part that was written, continued behind it or answered anew."""
+    with terminal(
+        environment, "chat", *GREEDY, "--ctx", "3000", "--max-tokens", "800", "--session", "a"
+    ) as user:
         user.until("a> ")
-        # The toy model goes on for ever.
         user.type("tell me all\n")
         user.until("tell me all\n.+")
+        if answer == "c":
+            user.wait_for(lambda: bool(shown(environment, "a")["pending"]["tokens"]))
         user.process.kill()
         user.leaves()
-    with terminal(environment, "chat", *BRIEF, "--session", "a") as user:
-        user.until(r"before this message was answered:\ntell me all\nSend it again\? \[Y/n\] ")
-        user.type("\n")
+    part = shown(environment, "a")["pending"]["reply"]["content"]
+    with terminal(environment, "chat", *BRIEF, "--ctx", "3000", "--session", "a") as user:
+        assert "The reply to this was interrupted:\ntell me all\n" in user.until(OFFER)
+        user.type(f"{answer}\n")
         user.until("a> ")
         user.type("\x04")
         assert user.leaves() == 0
-    assert shown(environment, "a")["history"][0]["messages"][0]["content"] == "tell me all"
+    kept = shown(environment, "a")
+    [turn] = kept["history"]
+    assert kept["pending"] is None
+    assert turn["messages"][0]["content"] == "tell me all"
+    assert turn["finish_reason"] == "length"
+    written = turn["usage"]["completion_tokens"]
+    if answer == "c":
+        assert turn["reply"]["content"].startswith(part)
+        assert written == 800
+    else:
+        assert written < 800
     with terminal(environment, "chat", *BRIEF, "--session", "a") as user:
-        assert "answered" not in user.until("a> ")
+        assert "interrupted" not in user.until("a> ")
 
 
 def test_a_full_context_offers_what_can_be_done_and_then_sends_the_message(

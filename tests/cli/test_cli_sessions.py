@@ -18,6 +18,7 @@ import pytest
 from cli.pty_user import piped, terminal
 from homes import new_home
 from perdure.sessions.sessions import Sessions
+from perdure.sessions.turn import Turn
 
 NAME = "é 한국 🙂"
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -92,6 +93,16 @@ def test_ls_finds_sessions_by_what_was_said(run: Run) -> None:
     assert [row["name"] for row in facts(run("ls", "--text", "the other", "--json"))] == [NAME]
     assert facts(run("ls", "--text", "nobody said this", "--json")) == []
     assert "No session has" in run("ls", "--text", "nobody said this").stderr
+    assert [row["name"] for row in facts(run("search", "the other", "--json"))] == [NAME]
+
+
+def test_a_title_is_shown_found_and_taken_back(run: Run) -> None:
+    assert f"{NAME} is called Lisbon in spring in lists" in told(run("rename", NAME, " Lisbon  in spring "))
+    assert told(run("search", "LISBON")).endswith(f"  {NAME}  Lisbon in spring\n")
+    assert "title     Lisbon in spring\n" in told(run("show", NAME))
+    assert "at most 200 characters, this one has 201" in told(run("rename", NAME, "x" * 201), 1)
+    run("rename", NAME, "")
+    assert told(run("ls")).endswith(f"  {NAME}\n")
 
 
 def test_show_tells_what_was_said(run: Run) -> None:
@@ -171,6 +182,7 @@ def test_text_and_an_export_without_state_come_out_without_a_model(
     assert "cannot be" in told(run("export", NAME, str(tmp_path / "no" / "folder.md")), 1)
 
 
+@pytest.mark.extension("upkeep")
 def test_an_export_with_state_moves_to_another_store(
     run: Run, environment: dict[str, str], tmp_path: Path
 ) -> None:
@@ -195,7 +207,7 @@ def test_an_export_with_state_moves_to_another_store(
 def test_a_file_that_is_no_export_is_refused(run: Run, tmp_path: Path, damage: bytes) -> None:
     file = tmp_path / "talk.session"
     file.write_bytes(damage)
-    assert "not an export of a session" in told(run("import", str(file)), 1)
+    assert "export of a session, or " in told(run("import", str(file)), 1)
     assert "cannot be used" in told(run("import", str(tmp_path / "missing")), 1)
 
 
@@ -215,6 +227,7 @@ def test_sleep_and_wake_tell_what_they_took(run: Run, store: Path) -> None:
     assert " from disk" in told(run("sleep", NAME, model=True))
 
 
+@pytest.mark.extension("upkeep")
 def test_sizes_tell_how_much_each_namespace_has_and_no_word_of_it(
     run: Run, store: Path, tmp_path: Path
 ) -> None:
@@ -238,6 +251,7 @@ def test_sizes_tell_how_much_each_namespace_has_and_no_word_of_it(
         assert word not in json.dumps(list(found.values()), ensure_ascii=False)
 
 
+@pytest.mark.extension("upkeep")
 def test_verify_finds_all_well(run: Run) -> None:
     run("label", NAME, "here")
     found = facts(run("verify", "--json"))
@@ -247,6 +261,7 @@ def test_verify_finds_all_well(run: Run) -> None:
     assert told(run("verify")).endswith("all is well\n")
 
 
+@pytest.mark.extension("upkeep")
 def test_verify_names_the_session_whose_turn_was_changed(run: Run, store: Path) -> None:
     """S2: one changed letter is found, and the other session is not blamed for it."""
     run("fork", NAME, "whole", "--turn", "1")
@@ -265,6 +280,7 @@ def test_verify_names_the_session_whose_turn_was_changed(run: Run, store: Path) 
     assert len(facts(run("show", NAME, "--json"))["history"]) == 1
 
 
+@pytest.mark.extension("upkeep")
 def test_verify_finds_damage_in_blocks_and_in_the_database(run: Run, store: Path) -> None:
     block = max(path for path in (store / "blocks").rglob("*") if path.is_file())
     block.write_bytes(block.read_bytes()[:-1])
@@ -281,6 +297,7 @@ def test_verify_finds_damage_in_blocks_and_in_the_database(run: Run, store: Path
     assert "damaged" in told(run("ls"), 1)
 
 
+@pytest.mark.extension("upkeep")
 def test_a_store_that_is_not_there_is_told(environment: dict[str, str], tmp_path: Path) -> None:
     nowhere = ("--store", str(tmp_path / "nowhere"))
     for command in (["ls"], ["show", "x"], ["fork", "x", "y"], ["rm", "x", "-y"], ["verify"], ["wake", "x"]):
@@ -289,6 +306,7 @@ def test_a_store_that_is_not_there_is_told(environment: dict[str, str], tmp_path
     assert not (tmp_path / "nowhere").exists()
 
 
+@pytest.mark.extension("upkeep")
 def test_a_store_in_use_is_read_and_changed(environment: dict[str, str], run: Run, store: Path) -> None:
     asked = ("chat", "-t", "0", "--max-tokens", "4", "--session", "mine", "--store", str(store))
     with terminal(environment, *asked) as user:
@@ -308,13 +326,25 @@ def test_sessions_of_other_namespaces_are_counted_and_an_origin_is_never_none(ru
     with Sessions(store) as sessions:
         sessions.create("theirs", namespace="bob")
         sessions.create("by a program", agent="claude-cli")
+        # Y24: as the Responses API makes one.
+        start = Turn(kind="start", messages=())
+        sessions.store.create("", "talked", [start], origin={"how": "conversation", "metadata": {}})
     done = run("ls")
+    assert re.search(r"talked\W+conversation\)", done.stdout)
     assert "1 session of other namespaces; --all lists them too." in done.stderr
     assert re.search(r"by a program\W+made by claude-cli", done.stdout)
     assert "None" not in done.stdout
     assert "namespaces" not in run("ls", "--all").stderr
 
 
+@pytest.mark.parametrize("name", [".", ".."])
+def test_y24_no_new_session_has_a_name_that_no_address_reaches(run: Run, name: str) -> None:
+    """Y24: in an address these stand for folders."""
+    assert "not . or .." in told(run("fork", NAME, name), 1)
+    assert facts(run("fork", NAME, "...", "--json"))["name"] == "..."
+
+
+@pytest.mark.extension("upkeep")
 def test_the_cache_command_works_beside_sessions(environment: dict[str, str], run: Run, store: Path) -> None:
     before = facts(run("show", NAME, "--json"))
     stats = json.loads(piped(environment, "", "cache", "stats", "--store", str(store), "--json").stdout)

@@ -56,8 +56,8 @@ def test_show_says_where_each_setting_came_from(environment: dict[str, str], tmp
     assert f"temperature         0.5  (from {tmp_path}/config.toml)\n" in shown
     assert "port                9001  (from PERDURE_PORT)\n" in shown
     assert (
-        "ctx                 4096  (default; context size in tokens, or auto for what fits; PERDURE_CTX)\n"
-        in shown
+        "ctx                 4096  (default; context size: tokens of prompt and reply together; auto: as "
+        "many as fit; PERDURE_CTX)\n" in shown
     )
     assert "strict              false  (default; " in shown
     assert piped(environment, "", "config", "get", "seed").stdout.startswith(

@@ -14,7 +14,7 @@ import typer
 from tools import command_help
 
 from perdure.cli import HELP
-from perdure.cli.app import app
+from perdure.cli.app import add_extensions, app
 
 
 def asked(*arguments: str, **environment: str) -> str:
@@ -43,6 +43,7 @@ def pages() -> dict[str, str]:
         for below, each in getattr(command, "commands", {}).items():
             read(each, f"{name} {below}")
 
+    add_extensions()
     read(typer.main.get_command(app), "perdure")
     return found
 

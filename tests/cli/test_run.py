@@ -487,6 +487,6 @@ def test_after_the_demos_first_answer_one_line_says_what_it_is(
     environment["PERDURE_MODEL"] = str(demo)
     first = run("hi", *GREEDY)
     assert first.returncode == 0
-    assert re.search(r"this was the demo model, .*`perdure models` lists others\n", first.stderr)
+    assert re.search(r"this was the demo model, .*`perdure models` lists others", first.stderr)
     assert "demo" not in first.stdout
     assert "demo" not in run("hi", *GREEDY).stderr

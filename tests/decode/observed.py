@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,10 +50,11 @@ class Turnstile(Gate):
 
 
 class Clock:
-    """Stands in for the module `time` in the engine loop: it moves when it is told to."""
+    """Stands in for the module `time` in the engine loop: it moves when it is told to. It starts now, since
+    grammars are compiled by the real one."""
 
     def __init__(self) -> None:
-        self.now = 1000.0
+        self.now = time.monotonic()
 
     def monotonic(self) -> float:
         return self.now

@@ -85,7 +85,7 @@ class Life(RuleBasedStateMachine):
             ]
         ),
         extra=st.sampled_from([{}, {}, {"logprobs": 2}, {"prompt_logprobs": 0}, {"regex": "[a-z ]{0,9}"}]),
-        timeout=st.sampled_from([None, None, 1.0, 3.0]),
+        timeout=st.sampled_from([None, None, 100.0, 300.0]),
     )
     def ask(
         self,
@@ -137,7 +137,7 @@ class Life(RuleBasedStateMachine):
             with output.lock:
                 asked.seen += [output.deltas.popleft() for _ in range(min(count, len(output.deltas)))]
 
-    @rule(seconds=st.sampled_from([0.5, 1.0, 2.0]))
+    @rule(seconds=st.sampled_from([50.0, 100.0, 200.0]))
     def time_passes(self, seconds: float) -> None:
         self.clock.now += seconds
 

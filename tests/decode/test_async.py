@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from decode.observed import Turnstile, alone, check_delivery, check_idle, open_toy, outcome, trouble
 from perdure import BusyError, InvalidInputError, Reply, Runtime
-from perdure.decode.output_queue import AsyncioListener, Listener, OutputQueue, notify
+from perdure.decode.output_queue import AsyncioListener, OutputListener, OutputQueue, notify
 from perdure.decode.request import Delta, Request
 from perdure.decode.stream import Stream, one_request
 from perdure.memory import FullAttention
@@ -284,7 +284,7 @@ def test_one_call_wakes_all_readers_of_a_loop(monkeypatch: pytest.MonkeyPatch) -
     waiting: set[OutputQueue] = set()
     listen = OutputQueue.listen
 
-    def listening(queue: OutputQueue, listener: Listener, waiter: Any, *, finish: bool = False) -> None:
+    def listening(queue: OutputQueue, listener: OutputListener, waiter: Any, *, finish: bool = False) -> None:
         waiting.add(queue)
         listen(queue, listener, waiter, finish=finish)
 

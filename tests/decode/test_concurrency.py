@@ -30,7 +30,7 @@ Row = NDArray[np.float32]
 
 CROWD_KL = 4e-2
 """KL in nats of a token's distribution in a crowd from that alone, at most: "Crowds" in
-docs/internals/exactness_measurements.md."""
+docs/measurements/exactness.md."""
 CROWD_MEAN = 3e-3
 """The mean of many."""
 

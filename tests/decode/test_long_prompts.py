@@ -78,7 +78,7 @@ def test_who_looks_does_not_wait_for_a_short_step_that_takes_long(rt: Runtime, g
     loop.pacer.observe(64, 64.0)
     with rt.submit(PROMPT[:8], max_tokens=1) as stream, ThreadPoolExecutor(1) as other:
         gate.pass_through(2)
-        assert other.submit(loop.look, lambda: "seen").result(timeout=30) == "seen"
+        assert other.submit(loop.peek, lambda: "seen").result(timeout=30) == "seen"
         assert gate.reached.is_set()
         assert not stream.done
 
@@ -109,7 +109,7 @@ def test_the_end_of_a_step_waits_for_who_looks(rt: Runtime, gate: Turnstile) -> 
 
     with rt.submit(PROMPT, max_tokens=1) as stream, ThreadPoolExecutor(1, "other") as other:
         gate.pass_through(100)
-        seen = other.submit(loop.look, look)
+        seen = other.submit(loop.peek, look)
         assert looking.wait(30)
         gate.open()
         assert not stream.done

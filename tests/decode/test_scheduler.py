@@ -49,7 +49,7 @@ def asked(model: ToyModel, context: Context, length: int, **settings: Any) -> Se
         model=model,
         piece=model.piece,
         context=context,
-        grammars=Grammars(model),
+        grammars=lambda: Grammars(model),
         breakers=BreakerTable(model),
         adapters=AdapterTable(model.adapter),
         deadline=None,
@@ -154,7 +154,7 @@ def test_a_step_has_a_token_of_each_reply_and_a_chunk_of_prompts(model: ToyModel
     slots = Slots(context)
     admitted(groups, slots)
     writing(groups[0]), writing(groups[2])
-    steps = BatchScheduler().plan(groups, slots, BUDGET, turn=0)
+    steps = BatchScheduler().next_steps(groups, slots, BUDGET, turn=0)
     assert shape(steps, groups) == [[(0, 5, 1), (2, 6, 1), (1, 0, 10)]]
 
 
@@ -162,14 +162,16 @@ def test_a_prompt_alone_fills_the_step(model: ToyModel, context: Context) -> Non
     groups = [asked(model, context, 40)]
     slots = Slots(context)
     admitted(groups, slots)
-    assert shape(BatchScheduler().plan(groups, slots, BUDGET, turn=0), groups) == [[(0, 0, 32)]]
+    assert shape(BatchScheduler().next_steps(groups, slots, BUDGET, turn=0), groups) == [[(0, 0, 32)]]
 
 
 def test_prompts_take_turns_within_one_chunk(model: ToyModel, context: Context) -> None:
     groups = [asked(model, context, length) for length in (40, 40, 3)]
     slots = Slots(context)
     admitted(groups, slots)
-    plans = [shape(BatchScheduler().plan(groups, slots, BUDGET, turn=turn), groups) for turn in range(3)]
+    plans = [
+        shape(BatchScheduler().next_steps(groups, slots, BUDGET, turn=turn), groups) for turn in range(3)
+    ]
     assert plans == [[[(0, 0, 10)]], [[(1, 0, 10)]], [[(2, 0, 3), (0, 0, 7)]]]
 
 
@@ -178,7 +180,9 @@ def test_rows_of_a_scored_prompt_count_against_the_budget(model: ToyModel, conte
     slots = Slots(context)
     admitted(groups, slots)
     writing(groups[1])
-    assert shape(BatchScheduler().plan(groups, slots, BUDGET, turn=0), groups) == [[(1, 5, 1), (0, 0, 7)]]
+    assert shape(BatchScheduler().next_steps(groups, slots, BUDGET, turn=0), groups) == [
+        [(1, 5, 1), (0, 0, 7)]
+    ]
 
 
 def test_a_sequence_under_suspicion_gets_steps_of_its_own(model: ToyModel, context: Context) -> None:
@@ -187,7 +191,7 @@ def test_a_sequence_under_suspicion_gets_steps_of_its_own(model: ToyModel, conte
     admitted(groups, slots)
     writing(groups[0]), writing(groups[1])
     groups[0].sequences[0].alone_until = 6
-    steps = BatchScheduler().plan(groups, slots, BUDGET, turn=0)
+    steps = BatchScheduler().next_steps(groups, slots, BUDGET, turn=0)
     assert shape(steps, groups) == [[(0, 5, 1)], [(1, 6, 1)]]
 
 
@@ -195,7 +199,7 @@ def test_slots_may_ask_for_shorter_chunks(model: ToyModel, context: Context) -> 
     groups = [asked(model, context, 40)]
     slots = PickySlots(context, {})
     admitted(groups, slots)
-    assert shape(BatchScheduler().plan(groups, slots, BUDGET, turn=0), groups) == [[(0, 0, 4)]]
+    assert shape(BatchScheduler().next_steps(groups, slots, BUDGET, turn=0), groups) == [[(0, 0, 4)]]
 
 
 def test_who_has_no_slot_or_is_done_is_in_no_step(model: ToyModel, context: Context) -> None:
@@ -203,7 +207,7 @@ def test_who_has_no_slot_or_is_done_is_in_no_step(model: ToyModel, context: Cont
     slots = Slots(context)
     admitted(groups[:1], slots)
     groups[0].end_cancelled()
-    assert BatchScheduler().plan(groups, slots, BUDGET, turn=0) == []
+    assert BatchScheduler().next_steps(groups, slots, BUDGET, turn=0) == []
 
 
 # Steps of one sequence.
@@ -220,7 +224,7 @@ def test_in_exact_mode_each_sequence_has_its_own_step_cut_at_fixed_places(
     prompt = groups[1].sequences[0]
     cuts = []
     while prompt.remaining:
-        steps = ExactScheduler().plan(groups, slots, BUDGET, turn=0)
+        steps = ExactScheduler().next_steps(groups, slots, BUDGET, turn=0)
         assert shape(steps, groups)[0] == [(0, 5, 1)]
         cuts.append(steps[1][0].count)
         prompt.cached += cuts[-1]

@@ -91,6 +91,7 @@ def test_the_text_is_cut_at_the_first_stop_whatever_the_pieces(
     stops=st.lists(st.text(alphabet="é한🙂a", min_size=1, max_size=3), min_size=1, max_size=3),
     cuts=st.lists(st.integers(0, 200), max_size=40),
 )
+@example(text="aé한", stops=["é한"], cuts=[3])
 def test_no_part_of_a_stop_is_ever_seen_before_it_is_complete(
     text: str, stops: list[str], cuts: list[int]
 ) -> None:
@@ -139,6 +140,19 @@ def test_a_very_long_stop_costs_no_more_a_piece_than_a_short_one() -> None:
     live = TextStream(["a" * 200_000 + "b"])
     for _ in range(1000):
         assert live.push(b"aaac") == "aaac"
+
+
+def test_a_stop_matches_no_part_of_a_control_tokens_mark_y27() -> None:
+    """Y27: a torn mark is never shown; a stop that is the whole mark still ends the reply before it."""
+    live = TextStream(["call>", "a<tool", "b>"])
+    assert live.push(b"a") == ""
+    assert live.push_mark(b"<tool_call>") == "a<tool_call>"
+    assert live.push(b"b") == ""
+    assert live.push_mark(b"</tool_call>") == "b</tool_call>"
+    assert (live.stopped, live.push(b"call>"), live.stopped) == (None, "", "call>")
+    whole = TextStream(["</think>"])
+    assert (whole.push(b"so<"), whole.push_mark(b"</think>"), whole.stopped) == ("so", "<", "</think>")
+    assert whole.finish() == ""
 
 
 def test_a_stop_in_the_middle_of_a_piece_hides_what_follows_it() -> None:

@@ -11,9 +11,8 @@ import pytest
 
 from inside import core_of
 from perdure import Context
-from perdure.engine.contract import Core, Outcome
+from perdure.engine.contract import Core, GuessingCore, Outcome
 from perdure.engine.llama.core import LlamaCore
-from perdure.engine.llama.guessing.next_token import NextTokenCore
 from perdure.engine.llama.native import library
 from perdure.engine.llama.native.declarations import AbortCallback
 from perdure.testing.toy import ToyCore
@@ -30,8 +29,9 @@ def failing_decode(
     their part. A decode that is over sooner succeeds.
     """
     core: Core = core_of(ctx)
-    if isinstance(core, NextTokenCore):
-        core = core.model
+    if isinstance(core, GuessingCore):
+        # One with layers that guess beside the model.
+        core = getattr(core, "model", core)
     if isinstance(core, ToyCore):
         core.faults.fail_decode(outcome, after=after, ahead=step)
         yield
@@ -84,7 +84,7 @@ def _fuse(core: LlamaCore, after: int) -> Iterator[None]:
 @contextmanager
 def _failing_layers(after: int) -> Iterator[None]:
     """Let the layer after `after` others fail when it is about to keep something."""
-    from perdure.engine.mlx.caches import RowCache, StateCache
+    from perdure.ext.mlx.caches import RowCache, StateCache
 
     left = iter(range(1 << 30))
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Unpack
 
 from perdure.engine.contract import LoadingKeywords, ModelInfo
-from perdure.engine.model import Model
+from perdure.engine.model import EngineModel
 from perdure.engine.registry import Engine, Finding, Source
 from perdure.testing.toy import ToyModel
 
@@ -33,7 +33,7 @@ class MadeUpEngine(Engine):
         cells: int,
         progress: Callable[[float], bool] | None = None,
         **loading: Unpack[LoadingKeywords],
-    ) -> Model:
+    ) -> EngineModel:
         return MadeUpModel(seed=len(source))
 
     def label(self, source: str) -> str:

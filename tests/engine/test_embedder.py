@@ -48,7 +48,7 @@ def reference(path: Path, tokens: list[int], pooling: int) -> Row:
     context = llama.llama_init_from_model(model, params)
     try:
         ids = (declarations.Token * len(tokens))(*tokens)
-        assert llama.llama_decode(context, declarations.Batch.of(ids)) == 0
+        assert llama.llama_decode(context, declarations.LlamaBatch.of(ids)) == 0
         width = llama.llama_model_n_embd_out(model)
         row = np.ctypeslib.as_array(llama.llama_get_embeddings_seq(context, 0), (width,)).astype(np.float64)
         unit: Row = (row / np.linalg.norm(row)).astype(np.float32)

@@ -14,8 +14,7 @@ from inside import weights_of
 from perdure import InvalidInputError, Model, Pooling, TokenError
 from perdure.engine.contract import PairForm
 from perdure.engine.llama.native import library
-from perdure.engine.llama.native.declarations import Batch
-from perdure.files.tensors import TensorFile
+from perdure.engine.llama.native.declarations import LlamaBatch
 from perdure.testing.toy import ToyModel
 from server.live_server import live_server
 from zoo import Recipe, encoders
@@ -42,7 +41,7 @@ def by_library(path: Path, tokens: list[int], pooling: int, width: int) -> np.nd
         params.n_threads = params.n_threads_batch = 1
         params.embeddings, params.pooling_type, params.flash_attn_type = True, pooling, 1
         context = lib.llama_init_from_model(weights_of(model).handle, params)
-        assert lib.llama_decode(context, Batch.of((ctypes.c_int32 * len(tokens))(*tokens))) == 0
+        assert lib.llama_decode(context, LlamaBatch.of((ctypes.c_int32 * len(tokens))(*tokens))) == 0
         row = np.ctypeslib.as_array(lib.llama_get_embeddings_seq(context, 0), (width,)).astype(np.float64)
         lib.llama_free(context)
     return row
@@ -68,8 +67,11 @@ def test_an_encoders_vector_is_what_the_library_pools(
         assert not np.allclose(found.embed([*TEXT[:-1], 200]), vector, atol=1e-3)
 
 
+@pytest.mark.extension("weights")
 def test_a_score_is_that_of_the_two_last_layers(ranker: Path) -> None:
     """NumPy over the first token's state and the file's own tensors."""
+    from perdure.ext.weights.tensors import TensorFile
+
     first = by_library(ranker, TEXT, 2, 64)
     with TensorFile(ranker) as file:
         weight, bias, out, shift = (

@@ -21,7 +21,7 @@ import pytest
 
 from engine.shims import needs_compiler, shim
 from perdure import IncompatibleStateError, Model, ModelFileError, ModelLoadError
-from perdure.engine.llama.native import library, log_sink, probe
+from perdure.engine.llama.native import library, log_sink, probe, probe_results
 from perdure.engine.llama.native.backends import BUILT_IN, variants
 from perdure.engine.llama.native.declarations import numbers
 from perdure.engine.llama.native.library import list_devices
@@ -99,7 +99,7 @@ def test_m3_state_without_extra_buffers_is_not_used(answer: Answer, store: Path,
     source = library.loaded().source
     known = probe.result_of(source)
     without = replace(known, attempts=(replace(known.attempts[-1], extra_buffers=False),))
-    (home / "probes.json").write_text(json.dumps({probe.key_of(source): asdict(without)}))
+    (home / "probes.json").write_text(json.dumps({probe_results.key_of(source): asdict(without)}))
     change = {"PERDURE_HOME": str(home), "PERDURE_LLAMA": str(source.folder)}
     never_mixed(answer, store, **change)
 
@@ -121,7 +121,7 @@ def test_m3_the_same_library_in_another_folder_is_the_same_engine(
 def test_m3_the_identity_tells_library_kernels_and_devices(zoo_path: Callable[[str], Path]) -> None:
     ours = library.loaded()
     with Model(zoo_path("llama")) as model, model.context(n_ctx=64, threads=1) as ctx:
-        assert probe.digest(ours.source) in ctx.identity.engine
+        assert probe_results.digest(ours.source) in ctx.identity.engine
         assert ours.version in ctx.identity.engine
         assert ctx.identity.kernels.startswith(ours.variant)
         assert "CPU" in ctx.identity.devices

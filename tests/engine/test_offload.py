@@ -7,7 +7,6 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from inside import weights_of
 from perdure import InvalidInputError, Model, OutOfMemoryError, models
 from perdure.backend import LocalBackend
 from perdure.config import settings
+from perdure.engine.llama import first_steps
 from perdure.engine.llama.first_steps import StepTime, _all_on_gpu, translate
 from perdure.engine.llama.model import _params
 from perdure.engine.llama.native import library
@@ -32,7 +32,7 @@ from perdure.engine.llama.offload import (
     plan_offload,
     spare_sequences,
 )
-from perdure.models.fit import MARGIN, Setup, Sizes
+from perdure.models.placement import MARGIN, ModelPlacement, Sizes
 
 GIB = 1 << 30
 SIZES = Sizes(
@@ -59,7 +59,7 @@ EXPERTS = dataclasses.replace(SIZES, layers=(GIB // 4,) * 32, experts=(3 * GIB /
 
 
 def taken(layers: int) -> int:
-    return SIZES.device(Setup(gpu_layers=layers)).total + MARGIN
+    return SIZES.device(ModelPlacement(gpu_layers=layers)).total + MARGIN
 
 
 def device(name: str = "CUDA0", kind: str = "gpu", free: float = 24) -> Device:
@@ -222,7 +222,7 @@ def test_t4_a_card_that_is_too_small_or_busy_gets_fewer_layers_and_says_how_much
 
     def needed(layers: int) -> int:
         """MiB for so many layers, at least."""
-        return (sizes.device(Setup(n_ctx=64, gpu_layers=layers)).total + MARGIN >> 20) + 1
+        return (sizes.device(ModelPlacement(n_ctx=64, gpu_layers=layers)).total + MARGIN >> 20) + 1
 
     # Room for all of it: nothing is said.
     whole = needed(every)
@@ -253,7 +253,7 @@ def test_t4_a_card_that_is_too_small_or_busy_gets_fewer_layers_and_says_how_much
 def test_a_second_try_leaves_experts_out_before_layers_and_is_the_last() -> None:
     first = plan_offload("auto", [device(free=48)], EXPERTS, "m.gguf")
     assert first.flexible
-    again = plan_again(first, [device(free=20)], EXPERTS, "m.gguf", setup=Setup())
+    again = plan_again(first, [device(free=20)], EXPERTS, "m.gguf", setup=ModelPlacement())
     assert (again.layers, again.cpu_experts, again.flexible) == (33, 32, False)
     assert "all of its experts" in str(again.note)
     plain = plan_again(
@@ -261,7 +261,7 @@ def test_a_second_try_leaves_experts_out_before_layers_and_is_the_last() -> None
         [device(free=10)],
         SIZES,
         "m.gguf",
-        setup=Setup(),
+        setup=ModelPlacement(),
     )
     assert plain.layers == plan_offload("auto", [device(free=10)], SIZES, "m.gguf").layers
     assert not plain.flexible
@@ -270,7 +270,7 @@ def test_a_second_try_leaves_experts_out_before_layers_and_is_the_last() -> None
         [device(free=0)],
         SIZES,
         "m.gguf",
-        setup=Setup(),
+        setup=ModelPlacement(),
     )
     assert (none.layers, none.devices) == (0, ())
     assert not plan_offload(5, [device(free=48)], SIZES, "m.gguf").flexible
@@ -303,9 +303,9 @@ def test_what_the_driver_translates_is_told_of_where_it_takes_long(
     class Timer:
         """One whose time is over when the first step begins."""
 
-        def __init__(self, seconds: float, call: Callable[..., None], arguments: tuple[object, ...]) -> None:
+        def __init__(self, seconds: float, call: Callable[..., None], *arguments: object, name: str) -> None:
             patience.append(seconds)
-            self.daemon, self.start = False, lambda: call(*arguments)
+            self.start = lambda: call(*arguments)
 
         def cancel(self) -> None:
             pass
@@ -313,7 +313,7 @@ def test_what_the_driver_translates_is_told_of_where_it_takes_long(
     with Model(zoo_path("llama"), gpu_layers=0) as model:
         translate(weights_of(model), _params(1, True, 0.0, 0.0), "m.gguf")
         assert not caplog.messages
-        monkeypatch.setattr(threading, "Timer", Timer)
+        monkeypatch.setattr(first_steps, "BackgroundTimer", Timer)
         translate(weights_of(model), _params(1, True, 0.0, 0.0), "m.gguf")
     assert patience == [10.0]
     [line] = caplog.messages

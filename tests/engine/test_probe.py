@@ -16,8 +16,9 @@ import pytest
 
 from engine.shims import cpu_variants, empty_library, needs_compiler, shim
 from perdure import libraries
-from perdure.engine.llama.native import guard, library, probe, source
+from perdure.engine.llama.native import choice, guard, library, probe, probe_results, source
 from perdure.engine.llama.native.backends import BUILT_IN
+from perdure.engine.llama.native.causes import cause_of, last_words
 from perdure.engine.llama.native.declarations import (
     FUNCTIONS,
     OPTIONAL,
@@ -25,7 +26,6 @@ from perdure.engine.llama.native.declarations import (
     Functions,
     numbers,
 )
-from perdure.engine.llama.native.probe import cause_of, last_words
 from perdure.engine.llama.native.source import LibrarySource
 from perdure.errors import EngineLibraryError
 from perdure.libraries.package import PACKAGES
@@ -83,7 +83,7 @@ def test_m1_a_library_that_dies_is_named_with_its_signal_and_its_step(
     # The 8th step is the second of the second model's.
     monkeypatch.setenv("PERDURE_LLAMA", str(shim(tmp_path / "dying", DEATH=death, **{when: 8})))
     with pytest.raises(EngineLibraryError, match=f"{death} at") as refused:
-        probe.choose()
+        choice.choose()
     assert "perdure engine install" in str(refused.value)
     where = "loading" if when == "AT_LOAD" else "a f32 model, a step of 2 tokens"
     assert f"{death} at {where}" in refused.value.tried[0]
@@ -106,14 +106,14 @@ def test_m1_the_next_library_is_used_where_the_first_one_dies(
     dying = libraries.install_folder(shim(tmp_path / "dying", AT_STEP=1))
     monkeypatch.delenv("PERDURE_LLAMA", raising=False)
     with caplog.at_level(logging.WARNING, "perdure.engine"):
-        chosen = probe.choose()
+        chosen = choice.choose()
         assert chosen.source.version == sound.name
         assert [Path(failed.folder).name for failed in chosen.passed] == [dying.name]
         [line] = caplog.messages
         assert "SIGILL at a f16 model, a step of 1 tokens" in line
         # It is told once a machine.
         caplog.clear()
-        assert probe.choose() == chosen
+        assert choice.choose() == chosen
         assert not caplog.messages
     assert use().startswith("answered")
 
@@ -130,14 +130,14 @@ def test_m1_one_is_fetched_where_the_compiled_one_dies(
     dying, sound = shim(tmp_path / "dying", AT_STEP=1), shim(tmp_path / "sound")
     monkeypatch.delenv("PERDURE_LLAMA", raising=False)
     monkeypatch.setattr(source, "llama_cpp_python", lambda: compiled(dying))
-    monkeypatch.setattr(probe, "fetch_library", lambda: replace(compiled(sound), kind="fetched"))
-    chosen = probe.choose()
+    monkeypatch.setattr(choice, "fetch_library", lambda: replace(compiled(sound), kind="fetched"))
+    chosen = choice.choose()
     assert chosen.source.kind == "fetched"
     assert [failed.folder for failed in chosen.passed] == [str(dying)]
 
-    monkeypatch.setattr(probe, "fetch_library", no_network)
+    monkeypatch.setattr(choice, "fetch_library", no_network)
     with pytest.raises(EngineLibraryError, match=r"SIGILL at a f16 model.*there is no network"):
-        probe.choose()
+        choice.choose()
 
 
 def test_m1_sigill_in_the_code_of_extra_buffers_turns_those_off(
@@ -146,7 +146,7 @@ def test_m1_sigill_in_the_code_of_extra_buffers_turns_those_off(
     """As a Xeon with AMX does with a library that gcc 12 compiled."""
     folder = shim(tmp_path / "amx", WITH_EXTRA_BUFFERS=1, AT_STEP=2)
     monkeypatch.setenv("PERDURE_LLAMA", str(folder))
-    found = probe.choose().result
+    found = choice.choose().result
     assert [(each.extra_buffers, each.died[:6]) for each in found.attempts] == [(True, "SIGILL"), (False, "")]
     # The same library would die in this process if the result were not heeded.
     assert use().startswith("answered")
@@ -160,9 +160,9 @@ def test_m1_a_variant_that_dies_gives_way_to_the_next_lower_one(
     best = library.loaded().variant
     folder = shim(tmp_path / "variants", WITH_BACKEND=f'"ggml-cpu-{best}."', AT_STEP=3)
     monkeypatch.setenv("PERDURE_LLAMA", str(folder))
-    found = probe.choose().result
+    found = choice.choose().result
     assert found.usable
-    assert found.variant not in (None, best)
+    assert found.attempts[-1].variant not in (None, best)
     assert [each.variant for each in found.deaths] == [None, None]
     assert use().startswith("answered")
 
@@ -176,9 +176,9 @@ def test_m1_a_gpu_backend_whose_symbols_break_the_tokenizer_is_left_out(
     folder = shim(tmp_path / "cuda", WITH_BACKEND='"ggml-cuda"', AT_TOKENIZE=1, DEATH="SIGSEGV")
     empty_library(folder / "libggml-cuda.so")
     monkeypatch.setenv("PERDURE_LLAMA", str(folder))
-    found = probe.choose().result
+    found = choice.choose().result
     assert found.usable
-    assert not found.gpu
+    assert not found.attempts[-1].gpu
     assert "SIGSEGV at a f16 model, tokenizing" in found.deaths[0].died
     assert use().startswith("answered")
 
@@ -228,7 +228,7 @@ with perdure.Model(sys.argv[1]) as model:
         lines = [line for line in ended.stderr.splitlines() if line.startswith("logged: ")]
         assert len(lines) == told
         assert all("newer CUDA than the driver knows" in line for line in lines)
-    result = probe.choose().result
+    result = choice.choose().result
     assert PTX in result.deaths[0].words
     assert result.backends == ("cuda",)
 
@@ -248,11 +248,11 @@ def test_code_that_the_driver_translates_is_told_of_and_given_time(
     monkeypatch.setattr(probe, "is_translated", lambda name: name == packaged)
     assert probe.step_seconds(source, probe.translates(source)) == 1800
     with caplog.at_level(logging.WARNING, logger="perdure.engine"):
-        result = probe.choose().result
+        result = choice.choose().result
     assert result.usable
     assert result.translated
     assert [line for line in caplog.messages if "the first start takes some minutes" in line]
-    assert probe.remembered(probe.choose().source) == result
+    assert probe_results.remembered(choice.choose().source) == result
 
 
 def test_a_cuda_build_that_is_no_package_of_ours_may_have_to_be_translated(tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def test_a_probe_has_its_time_for_each_step(monkeypatch: pytest.MonkeyPatch) -> 
     expired = 0
 
     class Timer:
-        def __init__(self, seconds: float, call: Callable[..., None], arguments: tuple[object, ...]) -> None:
+        def __init__(self, seconds: float, call: Callable[..., None], *arguments: object, name: str) -> None:
             self.seconds = seconds
             self.expire = functools.partial(call, *arguments)
 
@@ -280,7 +280,7 @@ def test_a_probe_has_its_time_for_each_step(monkeypatch: pytest.MonkeyPatch) -> 
         def cancel(self) -> None:
             pass
 
-    monkeypatch.setattr("threading.Timer", Timer)
+    monkeypatch.setattr(probe, "BackgroundTimer", Timer)
     ended = probe.run_child([sys.executable, "-c", "print('{}\\n' * 3, end='')"], 7.0)
     assert (ended.returncode, ended.stdout.split()) == (0, [b"{}"] * 3)
     # One a line, one for its end, one for its exit.
@@ -309,11 +309,11 @@ def test_a_library_that_needs_one_that_is_nowhere_names_it(
     subprocess.run([*link, "-o", folder / "libggml-cuda.so", needed], check=True)
     monkeypatch.setenv("PERDURE_LLAMA", str(folder))
     # Found under PERDURE_HOME, it is loaded; what it lacks then is another matter.
-    assert "refused to start" not in probe.choose().result.gpu_problem
-    assert "libcudart" not in probe.choose().result.gpu_problem
+    assert "refused to start" not in choice.choose().result.gpu_problem
+    assert "libcudart" not in choice.choose().result.gpu_problem
     needed.unlink()
     needed.parent.rmdir()
-    problem = probe.choose().result.gpu_problem
+    problem = choice.choose().result.gpu_problem
     assert "libcudart.so.99 is not on this machine" in problem
     assert "nvidia-cuda-runtime" in problem
 
@@ -327,11 +327,11 @@ def test_a_library_whose_gpu_is_ruled_out_gives_way_to_another_with_a_gpu_but_no
     plain = libraries.install_folder(shim(tmp_path / "plain"))
     ruled_out = libraries.install_folder(with_cuda(tmp_path / "cuda"))
     monkeypatch.delenv("PERDURE_LLAMA", raising=False)
-    chosen = probe.choose()
+    chosen = choice.choose()
     assert (chosen.source.version, chosen.passed) == (ruled_out.name, ())
-    assert not chosen.result.gpu
+    assert not chosen.result.attempts[-1].gpu
     # The one without a GPU was not even tried.
-    assert not any(plain.name in key.folder for key in probe.read_results().values())
+    assert not any(plain.name in key.folder for key in probe_results.read_results().values())
 
 
 @pytest.mark.parametrize(
@@ -379,7 +379,7 @@ def test_a_result_is_remembered_until_the_library_or_the_cpu_or_what_is_beside_i
     (home / "probes.json").write_text(json.dumps(known))
     assert not probe.result_of(one).usable
     with monkeypatch.context() as other:
-        other.setattr(probe, "processor", lambda: "another CPU")
+        other.setattr(probe_results, "processor", lambda: "another CPU")
         assert probe.result_of(one) == first
     with monkeypatch.context() as other:
         other.setenv("LD_LIBRARY_PATH", str(tmp_path))
@@ -414,7 +414,7 @@ def test_m2_a_library_with_one_more_field_is_refused_in_words(
     folder = shim(tmp_path / "shifted", SHIFTED=offset)
     monkeypatch.setenv("PERDURE_LLAMA", str(folder))
     with pytest.raises(EngineLibraryError, match=r"laid out otherwise: llama_context_default_params gives"):
-        probe.choose()
+        choice.choose()
 
 
 @pytest.mark.parametrize("version", ["0.3.9", ""])
@@ -424,7 +424,7 @@ def test_m2_a_library_of_an_older_version_is_refused_in_words(
 ) -> None:
     monkeypatch.setenv("PERDURE_LLAMA", str(shim(tmp_path / "other", VERSION=f'"{version}"')))
     with pytest.raises(EngineLibraryError, match=f"it is version {version}. perdure is written for"):
-        probe.choose()
+        choice.choose()
 
 
 OLD_LAYOUT = numbers(library.loaded().version) < (0, 6)
@@ -437,7 +437,7 @@ def test_m2_structs_of_another_version_than_it_says_are_refused_in_words(
     other = "0.6.0" if OLD_LAYOUT else "0.5.0"
     monkeypatch.setenv("PERDURE_LLAMA", str(shim(tmp_path / "other", VERSION=f'"{other}"')))
     with pytest.raises(EngineLibraryError, match=r"laid out otherwise: llama_context_default_params gives"):
-        probe.choose()
+        choice.choose()
 
 
 @pytest.mark.parametrize(("version", "warned"), [("0.6.1", False), ("0.9.0", True), ("b9000", True)])
@@ -456,7 +456,7 @@ def test_a_newer_version_runs_and_an_unknown_one_is_told_of(
     folder = shim(tmp_path / "newer", VERSION=f'"{version}"', **defines)
     monkeypatch.setenv("PERDURE_LLAMA", str(folder))
     with caplog.at_level(logging.WARNING, "perdure.engine"):
-        assert probe.choose().result.usable
+        assert choice.choose().result.usable
     assert ["newer than this perdure knows" in line for line in caplog.messages] == [True] * warned
     assert use().startswith("answered")
 

@@ -15,6 +15,7 @@ from perdure.cli.app import app
 from perdure.engine import registry
 from perdure.engine.llama.engine import ENGINE as LLAMA
 from perdure.errors import InvalidInputError
+from perdure.extension import imported
 from server.live_server import live_server
 from worker.engines import QUICK
 
@@ -50,7 +51,8 @@ def test_the_command_tells_of_a_registered_engine() -> None:
     shown = CliRunner().invoke(app, ["show", "made-up:bird"])
     assert "made-up" in shown.output
     assert shown.exit_code == 0
-    assert "made-up is here" in CliRunner().invoke(app, ["doctor"]).output
+    findings = [each for name in registry.engines() for each in imported(name).findings()]
+    assert "made-up is here" in [each.found for each in findings]
     assert registry.names_model("made-up:bird")
 
 

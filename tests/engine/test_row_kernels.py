@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from perdure.engine import parallel, row_kernels
-from perdure.engine.row_kernels import Bias, NothingToDraw, top_k
+from perdure.engine.row_kernels import NothingToDraw, RowBias, top_k
 from perdure.errors import EngineError
 
 FILE = Path(row_kernels.__file__)
@@ -33,7 +33,7 @@ def draw(
     ids: NDArray[np.int64],
     values: NDArray[np.float32],
 ) -> list[int]:
-    return row_kernels.draw(rows, k, [tuple(each) for each in cuts.tolist()], Bias(ids, values))
+    return row_kernels.draw(rows, k, [tuple(each) for each in cuts.tolist()], RowBias(ids, values))
 
 
 def job_of(work: Callable[[], None]) -> Any:

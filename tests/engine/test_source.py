@@ -13,6 +13,7 @@ from perdure.engine.llama.native import source
 from perdure.engine.llama.native.backends import backends
 from perdure.engine.llama.native.source import candidates, find_library, library_file, library_folder
 from perdure.errors import EngineLibraryError
+from perdure.libraries import machine as machines
 from perdure.libraries.machine import Gpu, Machine
 
 
@@ -37,7 +38,7 @@ def test_with_none_and_no_network_the_error_names_the_ways_to_get_one(
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("npm_config_registry", "http://127.0.0.1:9")
     monkeypatch.setenv("PIP_FIND_LINKS", str(home))
     with pytest.raises(EngineLibraryError, match=r"PERDURE_LLAMA.*compile.*perdure engine install --from"):
         find_library()
@@ -155,7 +156,7 @@ def test_the_first_library_fits_the_machine_and_its_size_is_agreed_to(
 
     if engine is not None:
         monkeypatch.setenv("PERDURE_ENGINE", engine)
-    monkeypatch.setattr(source, "read_machine", lambda: machine)
+    monkeypatch.setattr(machines, "read_machine", lambda: machine)
     monkeypatch.setattr(libraries, "install", install)
     agree = None if agrees is None else lambda what, nbytes: agrees
     with caplog.at_level(logging.WARNING, "perdure.engine"), pytest.raises(Fetched) as fetched:

@@ -6,6 +6,7 @@ import contextlib
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from perdure import (
     TokenError,
 )
 from perdure.engine.contract import Batch, BatchPart, Outcome
-from perdure.engine.model import Model
+from perdure.engine.model import EngineModel
 from perdure.memory import MEMORY_KINDS, FullAttention, Hybrid, MemorySpec, Recurrent, SlidingWindow
 from perdure.testing.toy import Faults, Gate, PlannedFault, ToyAbort, ToyCore, ToyModel
 from subjects import Row
@@ -40,7 +41,7 @@ def toy_core(ctx: Context) -> ToyCore:
     return core
 
 
-def bare(kind: type[MemorySpec], **settings: bool) -> ToyCore:
+def bare(kind: type[MemorySpec], **settings: Any) -> ToyCore:
     """A core with nothing between it and the test."""
     return toy_core(ToyModel(kind).context(n_ctx=64, n_seq=3, n_batch=32, **settings))
 
@@ -283,7 +284,7 @@ def live_through(ctx: Context) -> None:
 
 
 def test_it_is_a_model_by_the_contract() -> None:
-    model: Model = ToyModel()
+    model: EngineModel = ToyModel()
     assert model.memory.kind is FullAttention
     assert "im_start" in model.info.template
     assert model.digest != ToyModel(seed=1).digest != ToyModel(SlidingWindow, seed=1).digest

@@ -19,6 +19,7 @@ from perdure.backend import LocalBackend
 from perdure.decode.step_events import HELD
 from perdure.engine import row_kernels
 from perdure.engine.contract import Floats
+from perdure.engine_config import EngineConfig
 from perdure.events.event import (
     KINDS,
     BlocksLoaded,
@@ -45,7 +46,7 @@ from worker.engines import isolated
 
 
 def toy(**settings: object) -> Runtime:
-    return Runtime(LocalBackend(ToyModel(), n_ctx=256, slots=1, **settings))  # type: ignore[arg-type]
+    return Runtime(LocalBackend(ToyModel(), EngineConfig(n_ctx=256, slots=1, **settings)))  # type: ignore[arg-type]
 
 
 def test_a_request_is_told_from_its_queue_to_its_end() -> None:
@@ -123,7 +124,7 @@ def test_a_request_has_observers_of_its_own_and_others_are_not_told() -> None:
 
 def test_tokens_of_several_samples_are_told_each_with_its_own_row() -> None:
     """Tokens are held back for a few steps, and told in order before anything else is."""
-    with Runtime(LocalBackend(ToyModel(), n_ctx=256, slots=3)) as rt, rt.events() as events:
+    with Runtime(LocalBackend(ToyModel(), EngineConfig(n_ctx=256, slots=3))) as rt, rt.events() as events:
         stream = rt.submit("hello", max_tokens=20, temperature=1.5, seed=4, n=3, logprobs=1, ignore_eos=True)
         replies = stream.replies()
         told = events.poll()
@@ -259,8 +260,9 @@ def test_a_death_and_the_new_start_are_told() -> None:
     import signal
 
     with isolated("full") as rt, rt.events(["Restarted", "Ended"]) as events:
-        health = rt.backend.health()  # type: ignore[attr-defined]
-        os.kill(health.pid, signal.SIGKILL)
+        pid = rt.backend.health().pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
         rt.generate("hello", max_tokens=2, ignore_eos=True)
         told: list[Event] = []
         while not any(isinstance(event, Ended) for event in told):

@@ -1,4 +1,4 @@
-"""A registry of npm packages on this machine, and an npm that asks it."""
+"""A registry of npm packages on this machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import base64
 import hashlib
 import os
 import random
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +55,7 @@ class Registry:
 
 @pytest.fixture
 def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:
-    """One package on a registry, known to perdure, and a small npm on the PATH."""
+    """One package on a registry that npm's settings name, known to perdure. No npm is on the PATH."""
     data = npm_archive(FILES)
     package = package_of(data)
     monkeypatch.setattr(packages, "PACKAGES", (package,))
@@ -64,21 +63,12 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Regist
     monkeypatch.delenv("PERDURE_LLAMA", raising=False)
     with site() as up:
         path = put_npm(up, package.name, package.version, data)
-        monkeypatch.setenv("npm_config_registry", up.url)
-        monkeypatch.setenv("npm_config_cache", str(tmp_path / "npm-cache"))
+        (tmp_path / "npmrc").write_text(f"registry={up.url}\n")
+        monkeypatch.setenv("npm_config_userconfig", str(tmp_path / "npmrc"))
+        monkeypatch.setenv("npm_config_globalconfig", os.devnull)
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-        monkeypatch.setenv("PATH", str(put_small_npm(tmp_path / "bin", "npm")))
+        monkeypatch.setenv("PATH", "/nowhere")
         yield Registry(up, package, up.pages[path], tmp_path / "home" / "engines")
-
-
-def put_small_npm(folder: Path, name: str) -> Path:
-    """The folder of a program that runs the small npm."""
-    folder.mkdir(parents=True)
-    program = folder / name
-    script = Path(__file__).with_name("npm.py").read_text()
-    program.write_text(f"#!{sys.executable}\n{script}")
-    program.chmod(0o755)
-    return folder
 
 
 def everything(engines: Path) -> list[str]:
@@ -86,7 +76,7 @@ def everything(engines: Path) -> list[str]:
     return sorted(
         path.relative_to(engines).as_posix()
         for path in engines.rglob("*")
-        if path.is_file() and path.parent.name != ".locks"
+        if path.is_file() and path.parent.name not in (".locks", ".parts")
     )
 
 

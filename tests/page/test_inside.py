@@ -50,7 +50,7 @@ def test_a_reply_shows_its_plots_and_its_frame_reaches_nothing(
     user.button("Use this key").click()
     user.set(max_tokens="6", temperature="0")
     user.ask(HOSTILE)
-    expect(user.turn(1).locator(".reuse")).to_contain_text(" computed in ")
+    expect(user.show_reuse(1)).to_contain_text(" computed in ")
     user.button("Look inside", user.turn(1)).click()
     expect(user.page.get_by_role("progressbar")).to_be_visible()
     check_accessible(user)
@@ -92,7 +92,7 @@ def test_a_reply_shows_its_plots_and_its_frame_reaches_nothing(
         }"""
     )
     assert reached == ["null", []]
-    user.button("Close").click()
+    user.button("Close", user.page.locator("dialog form")).click()
     expect(user.page.locator("iframe.inside")).to_have_count(0)
 
 
@@ -107,21 +107,21 @@ def test_whoever_closes_it_ends_it_and_another_is_told_to_wait(
     user.expected += ["status of 401 ", "status of 429 "]
     user.page.get_by_label("Key", exact=True).fill(secret)
     user.button("Use this key").click()
-    user.button("Look inside", user.turn(1)).click()
-    wait_for(lambda: server.app_state.life.analysis is not None)
+    user.look_inside(1)
+    wait_for(lambda: server.state.analysis is not None)
     other = open_page(server, "/#/c/left", beside=user)
     other.expected += ["status of 401 ", "status of 429 "]
     other.page.get_by_label("Key", exact=True).fill(secret)
     other.button("Use this key").click()
-    other.button("Look inside", other.turn(1)).click()
+    other.look_inside(1)
     alert = other.page.get_by_role("dialog").get_by_role("alert")
     expect(alert.or_(other.page.locator("iframe.inside"))).to_be_visible()
     # On a fast machine the first one is there before the second was asked for.
-    user.page.get_by_role("dialog").get_by_role("button", name=re.compile("^(Cancel|Close)$")).click()
+    user.page.get_by_role("dialog").get_by_role("button", name=re.compile("^(Cancel|Close)$")).last.click()
     expect(user.page.get_by_role("dialog")).to_have_count(0)
     if alert.is_visible():
         expect(alert).to_contain_text("one at a time")
-        wait_for(lambda: server.app_state.life.analysis is None)
+        wait_for(lambda: server.state.analysis is None)
         other.button("Try again").click()
     expect(inside(other).get_by_role("heading", name="Attention by head")).to_be_visible()
 
@@ -130,10 +130,10 @@ def test_an_engine_without_layers_is_told_in_words(open_page: OpenPage, served: 
     user = open_page(served)
     user.expected += ["status of 400 "]
     user.ask("What is inside?")
-    user.button("Look inside", user.turn(1)).click()
+    user.look_inside(1)
     expect(user.page.get_by_role("dialog").get_by_role("alert")).to_contain_text("cannot be looked into")
     check_accessible(user)
-    user.button("Close").click()
+    user.button("Close", user.page.locator("dialog form")).click()
     expect(user.page.get_by_role("dialog")).to_have_count(0)
 
 
@@ -148,7 +148,7 @@ def test_picture_of_the_inside_of_a_reply(open_page: OpenPage, tmp_path: Path, i
         user = open_page(server, color_scheme="light", viewport={"width": 1200, "height": 1000})
         user.set(max_tokens="24", temperature="0")
         user.ask("Why is the sky blue?")
-        user.button("Look inside", user.turn(1)).click()
+        user.look_inside(1)
         report = inside(user)
         report.get_by_role("heading", name="Attention by head").scroll_into_view_if_needed()
         report.locator("#looks .token").last.hover()

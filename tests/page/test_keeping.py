@@ -37,13 +37,16 @@ def test_a_message_stays_until_the_server_has_it_and_outlasts_a_reload(
         user.page.unroute("**/v1/sessions")
     user.page.reload()
     expect(box).to_have_value("precious words 0")
-    # In a conversation: the message is in the failed turn, and in the box.
+    # In a conversation: the message is in the failed turn, also after a reload.
     user.write("")
     user.ask("hello there")
     user.page.route("**/turns", refusing(429))
     user.say("more words")
     expect(user.pending.get_by_role("alert")).to_contain_text("not now")
-    expect(box).to_have_value("more words")
+    expect(box).to_have_value("")
+    user.page.reload()
+    expect(user.pending.get_by_role("alert")).to_contain_text("not now")
+    expect(user.pending).to_contain_text("more words")
     user.page.unroute("**/turns")
     user.button("Send again").click()
     expect(user.pending).to_have_count(0)
@@ -91,7 +94,7 @@ def test_a_name_with_a_slash_is_refused_in_words_and_an_old_one_is_not_called_de
     expect(user.page.get_by_text("a session's name has no slash")).to_be_visible()
 
 
-def test_the_page_names_the_model_cuts_names_in_the_middle_and_says_how_branches_differ(
+def test_the_page_names_the_model_and_says_how_branches_differ(
     open_page: OpenPage, served: LiveServer
 ) -> None:
     long = "the beginning of a very long name " * 3 + "and its end"
@@ -104,9 +107,8 @@ def test_the_page_names_the_model_cuts_names_in_the_middle_and_says_how_branches
     user.page.goto(f"{served.url}/#/c/{long}")
     expect(user.page.locator(".talk-head .model")).to_have_text("toy")
     shown = user.page.locator("nav a[aria-current=page]")
-    expect(shown).to_have_text(re.compile(r"^the beginning.*….*and its end$"))
     expect(shown).to_have_attribute("title", long)
-    labels = user.page.locator("#branches .differs")
+    labels = user.show_branches().locator(".differs")
     expect(labels).to_have_count(2)
     assert set(labels.all_text_contents()) == {"about ships", "about trees"}
 
@@ -157,7 +159,7 @@ def test_who_has_used_up_a_day_still_reads_and_keeps_the_message(open_page: Open
         expect(user.replies).to_have_count(1)
         user.say("more words")
         expect(user.pending.get_by_role("alert")).to_contain_text("00:00 UTC")
-        expect(user.page.get_by_label("Message", exact=True)).to_have_value("more words")
+        expect(user.pending).to_contain_text("more words")
         assert len(rt.session("old talk", namespace="ada").history()) == 1
 
 
@@ -171,6 +173,7 @@ def test_a_reply_that_its_limit_ended_says_so(open_page: OpenPage, served: LiveS
 def test_the_machine_shows_which_models_it_could_run(open_page: OpenPage, served: LiveServer) -> None:
     user = open_page(served, "/#/machine")
     table = user.page.get_by_role("region", name="Models to choose from")
-    expect(table.locator("tbody tr")).not_to_have_count(0)
+    expect(table.locator("li")).not_to_have_count(0)
+    table.get_by_role("button", name=re.compile("^Show .* more")).click()
     expect(table).to_contain_text("llama3.2:3b")
     expect(table.get_by_text("best here")).to_have_count(1)

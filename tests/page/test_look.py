@@ -102,14 +102,16 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 
 VIEWS = {
+    "new": "/",
     "talk": "/#/c/how-sessions-last",
     "compare": "/#/compare/how-sessions-last/how-sessions-last~2",
     "sessions": "/#/sessions",
     "machine": "/#/machine",
 }
 READY = {
+    "new": ".context-words",
     "talk": "math mfrac",
-    "compare": "article.side",
+    "compare": "article.side-text",
     "sessions": "tbody .status",
     "machine": ".prefixes .badge",
 }
@@ -153,8 +155,8 @@ def test_dialogs_and_tokens_have_no_violations_either(open_page: OpenPage, shown
     user = open_page(shown, VIEWS["talk"])
     settled(user, "talk")
     user.button("Settings").click()
-    user.page.get_by_role("combobox", name="Structured output").select_option("schema")
-    user.page.get_by_label("Token probabilities").check()
+    user.choose("Form of the reply", "JSON by a schema")
+    user.page.get_by_role("checkbox", name="Token probabilities").check()
     check_accessible(user)
     user.button("Done").click()
     user.button("Edit", user.turn(2)).click()
@@ -173,11 +175,12 @@ def test_colours_can_be_chosen_and_are_remembered(open_page: OpenPage, shown: Li
     user = open_page(shown, color_scheme="light")
     background = "getComputedStyle(document.body).backgroundColor"
     light = user.page.evaluate(background)
-    user.page.get_by_label("Colours").select_option("dark")
+    user.pick("Colours", "Dark")
     user.page.wait_for_function(f"() => {background} !== '{light}'")
     dark = user.page.evaluate(background)
     user.page.reload()
-    expect(user.page.get_by_label("Colours")).to_have_value("dark")
+    user.button("Colours").click()
+    expect(user.page.get_by_role("menuitemradio", name="Dark")).to_be_checked()
     assert user.page.evaluate(background) == dark
 
 

@@ -32,7 +32,7 @@ def test_the_machine_shows_the_model_its_slots_and_the_last_requests(
     expect(slots.filter(has_text="Show the machine")).to_have_count(1)
     row = user.page.get_by_role("row").filter(has_text="show-the-machine").first
     expect(row).to_be_visible()
-    [last] = served.app_state.recent.latest("", limit=1)
+    [last] = served.state.ledger.latest("", limit=1)
     expect(row).to_contain_text(last.reuse.why)
     for name in ("Tokens a second", "First token after", "Busy slots", "Waiting requests"):
         expect(user.page.get_by_role("img", name=f"{name}:")).to_be_visible()

@@ -14,10 +14,13 @@ def test_under_each_reply_stands_where_its_prompt_came_from(open_page: OpenPage,
     user = open_page(served)
     user.ask("What was reused?")
     user.ask("And now?")
-    last = served.app_state.recent.latest("", limit=1)[0]
-    bar = user.turn(2).locator(".reuse")
+    last = served.state.ledger.latest("", limit=1)[0]
 
     def check() -> None:
+        # One quiet line, which opens.
+        expect(user.turn(2).locator(".reuse")).to_contain_text("tokens reused")
+        expect(user.turn(2).locator(".reuse-bar")).to_have_count(0)
+        bar = user.show_reuse(2)
         expect(bar).to_contain_text(f"{last.reuse.tiers['slot']} slot")
         expect(bar).to_contain_text(f"{last.reuse.computed} computed")
         expect(bar).to_contain_text("first token")
@@ -37,7 +40,7 @@ def test_a_token_shows_its_alternatives_and_another_one_makes_a_branch(
 ) -> None:
     user = open_page(served)
     user.button("Settings").click()
-    user.page.get_by_label("Token probabilities").check()
+    user.page.get_by_role("checkbox", name="Token probabilities").check()
     user.button("Done").click()
     user.set(max_tokens="12", seed="3")
     user.ask("Tokens please")

@@ -22,12 +22,12 @@ def test_sessions_are_found_put_to_sleep_and_woken_by_a_plan(open_page: OpenPage
         assert client.post("/v1/chat/completions", json=body, headers=agent).status_code == 200
         sessions = client.get("/v1/sessions").json()["data"]
     user = open_page(served, "/#/sessions")
-    expect(user.page.get_by_role("row", name="by an agent")).to_contain_text("claude-cli")
+    expect(user.page.get_by_role("row", name="by an agent")).to_contain_text("Claude Code")
     [summary] = [each for each in sessions if each["name"] == "by an agent"]
     for shown in (summary["model"], f"{summary['tokens']:,}"):
         assert shown
         expect(user.page.get_by_role("row", name="by an agent")).to_contain_text(shown)
-    user.page.get_by_role("searchbox").fill("zebra")
+    user.page.locator("main").get_by_role("searchbox").fill("zebra")
     rows = user.page.locator("tbody tr")
     expect(rows).to_have_count(3)
     expect(user.page.get_by_role("row", name="ships-b")).to_contain_text("fork of ships")
@@ -42,7 +42,7 @@ def test_sessions_are_found_put_to_sleep_and_woken_by_a_plan(open_page: OpenPage
     expect(plan).to_contain_text("from disk")
     user.button("Wake now").click()
     expect(row).to_contain_text("awake")
-    user.page.get_by_role("searchbox").fill("nothing at all like it")
+    user.page.locator("main").get_by_role("searchbox").fill("nothing at all like it")
     expect(user.page.get_by_text("Nothing has this in its name or text.")).to_be_visible()
 
 
@@ -54,7 +54,7 @@ def test_a_session_goes_out_as_a_file_comes_back_by_dropping_and_is_deleted_with
     said = sessions.get("traveller").history()[0].text
     user = open_page(served, "/#/sessions")
     with user.page.expect_download() as download:
-        user.button("Export traveller").click()
+        user.pick("Export traveller", "Export with its state (.perdure)")
     assert download.value.suggested_filename == "traveller.perdure"
     path = tmp_path / "traveller.perdure"
     download.value.save_as(path)

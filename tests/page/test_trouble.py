@@ -13,13 +13,14 @@ from page.conftest import OpenPage
 from page.gates import PatientTurnstile
 from page.user import User, letters
 from page.words import REPLY, open_words
-from perdure.server.core.app_state import AppState
 from perdure.server.core.keys import Keys, new_key
+from perdure.server.core.server_state import ServerState
 from perdure.server.http_server import HttpServer, bind
 from server.live_server import LiveServer, live_server, opened
 from server.test_command import serving
 
-LOST = "The connection was lost. This reply was not kept."
+LOST = "The connection was lost."
+INTERRUPTED = "This reply was interrupted. What you asked and what was written are kept."
 AWAY = [
     "ERR_CONNECTION_REFUSED",
     "ERR_INCOMPLETE_CHUNKED_ENCODING",
@@ -54,15 +55,14 @@ def test_a_server_that_restarts_in_the_middle_of_a_reply_is_waited_for(
     with open_words(store=tmp_path) as rt:
         listening = bind("127.0.0.1", port)
         listening.listen(64)
-        again = HttpServer(AppState(runtime=rt, name="toy"))
+        again = HttpServer(ServerState(runtime=rt, name="toy"))
         thread = threading.Thread(target=again.run, kwargs={"sockets": [listening]})
         thread.start()
         try:
-            # What was written when the server stopped is kept, and goes on from there.
-            expect(user.page.get_by_text("Stopped", exact=True)).to_be_visible()
-            expect(user.pending).to_have_count(0)
+            # What was written when the server stopped is there, and goes on behind its last token.
+            expect(user.page.get_by_text(INTERRUPTED)).to_be_visible()
+            expect(user.written).to_have_text(re.compile("[a-z]"))
             user.button("Continue").click()
-            expect(user.page.get_by_text("Stopped", exact=True)).to_have_count(0)
             expect(user.pending).to_have_count(0)
             turns = rt.session("before-the-restart").history()
             assert [turn.messages[0].content for turn in turns] == [
@@ -98,29 +98,29 @@ def test_a_server_that_is_killed_in_the_middle_of_a_reply_is_gone_on_with(
         running.process.wait()
         expect(user.page.get_by_text(LOST)).to_be_visible()
         port = running.url.rpartition(":")[2]
-    shown = (user.written.text_content() or "").strip()
-    assert shown
     with serving(model, *options, "--port", port) as running, running.client() as client:
-        # The turn before is there, the cut one is not, and the page goes on from what it had shown.
+        # The turn before is there, the cut one is pending, and goes on from what was written down of it.
         [turn] = client.get("/v1/sessions/name-a-colour/turns").json()["data"]
         assert turn["reply"]["content"]
-        user.set(max_tokens="8")
-        user.button("Continue from here").click()
-        expect(user.page.get_by_text(LOST)).to_have_count(0)
+        user.page.reload()
+        expect(user.page.get_by_text(INTERRUPTED)).to_be_visible()
+        pending = client.get("/v1/sessions/name-a-colour/pending").json()["pending"]
+        user.button("Continue", user.page.get_by_role("alert")).click()
         expect(user.replies).to_have_count(2)
         expect(user.pending).to_have_count(0)
         _, turn = client.get(f"/v1/sessions/{user.name}/turns").json()["data"]
-        assert letters(turn["reply"]["content"]).startswith(letters(shown))
-        assert turn["usage"]["completion_tokens"] <= 8
+        assert letters(turn["reply"]["content"]).startswith(letters(pending["reply"]["content"]))
         user.page.goto("about:blank")
 
 
-def test_a_dropped_connection_is_told_and_the_reply_can_go_on_from_where_it_was(
-    open_page: OpenPage, served: LiveServer, gate: PatientTurnstile
+@pytest.mark.parametrize("how", ["Continue", "Ask again", "Discard", "reload", "another message"])
+def test_c12_what_a_dropped_connection_has_cut_is_there_and_can_be_continued(
+    open_page: OpenPage, served: LiveServer, gate: PatientTurnstile, how: str
 ) -> None:
+    """C12: the message, and what was written of the reply; also after a reload of the tab."""
     user = open_page(served)
     user.expected = ["ERR_FAILED", "ERR_INTERNET_DISCONNECTED", "net::ERR"]
-    user.ask("Before the drop")
+    user.ask(f"Before the drop {how}")
     shown = begin(user, gate, "During the drop")
     # Both ways at once: what was being read ends, and nothing new comes through.
     user.page.context.set_offline(True)
@@ -130,13 +130,29 @@ def test_a_dropped_connection_is_told_and_the_reply_can_go_on_from_where_it_was(
     expect(user.page.get_by_text(LOST)).to_be_visible()
     gate.open()
     user.page.context.set_offline(False)
-    user.button("Continue from here").click()
-    expect(user.page.get_by_text(LOST)).to_have_count(0)
-    expect(user.replies).to_have_count(2)
+    expect(user.page.get_by_text(INTERRUPTED)).to_be_visible()
+    if how == "reload":
+        user.page.reload()
+        expect(user.page.get_by_text(INTERRUPTED)).to_be_visible()
+    expect(user.page.get_by_text("During the drop")).to_be_visible()
+    assert (user.written.text_content() or "").strip().startswith(shown)
+    if how == "another message":
+        user.say("After the drop")
+        expect(user.replies).to_have_count(3)
+    else:
+        user.button("Continue" if how == "reload" else how).click()
+        expect(user.replies).to_have_count(1 if how == "Discard" else 2)
     expect(user.pending).to_have_count(0)
-    turns = served.runtime.session(user.name).history()
-    assert turns[1].text.strip().startswith(shown)
-    assert len(turns[1].text) == REPLY
+    expect(user.page.get_by_text(INTERRUPTED)).to_have_count(0)
+    session = served.runtime.session(user.name)
+    assert session.pending is None
+    said = [turn.messages[0].content for turn in session.history()][1:]
+    assert said == {"Discard": [], "another message": ["During the drop", "After the drop"]}.get(
+        how, ["During the drop"]
+    )
+    if how in ("Continue", "reload"):
+        assert session.history()[1].text.strip().startswith(shown)
+        assert len(session.history()[1].text) == REPLY
 
 
 def test_a_wrong_key_is_told_and_a_right_one_is_kept_until_the_tab_closes(
@@ -208,7 +224,7 @@ def test_the_default_model_talks_branches_and_says_what_was_reused(
         user.set(max_tokens="16", temperature="0")
         user.ask("Name a colour.")
         user.ask("Name another one.")
-        expect(user.turn(2).locator(".reuse")).to_contain_text("slot")
+        expect(user.show_reuse(2)).to_contain_text("slot")
         expect(user.turn(2).locator(".why")).to_be_visible()
         user.button("Regenerate", user.turn(2)).click()
         expect(user.page.get_by_role("img", name="Branch 2 of 2")).to_be_visible()

@@ -104,6 +104,29 @@ class User:
         expect(self.pending).to_have_count(0)
         return self.said.text_content() or ""
 
+    def choose(self, label: str, option: str) -> None:
+        """Take one of several, in a choice that has that label."""
+        self.page.get_by_role("combobox", name=label, exact=True).click()
+        self.page.get_by_role("option", name=option, exact=True).click()
+
+    def pick(self, menu: str, item: str) -> None:
+        """Take an item of the menu under a button."""
+        self.button(menu).click()
+        self.page.get_by_role("menu").locator("[role^=menuitem]").filter(has_text=item).first.click()
+
+    def show_branches(self) -> Locator:
+        self.button("Show branches").click()
+        return self.page.locator("#branches")
+
+    def show_reuse(self, number: int) -> Locator:
+        """Open the line under a reply that says what was reused."""
+        line = self.turn(number).locator(".reuse-line")
+        line.click()
+        return self.turn(number).locator(".reuse")
+
+    def look_inside(self, number: int) -> None:
+        self.button("Look inside", self.show_reuse(number)).click()
+
     def set(self, **settings: str) -> None:
         """Fill fields of the settings, by their names in the form."""
         self.button("Settings").click()

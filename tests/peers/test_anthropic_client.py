@@ -137,8 +137,8 @@ def test_a_stop_sequence_is_named(client: anthropic.Anthropic) -> None:
 def test_errors_have_the_classes_of_the_client(client: anthropic.Anthropic, here: LiveServer) -> None:
     with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > \d+ maximum"):
         client.messages.create(model=MODEL, max_tokens=4, messages=[{"role": "user", "content": "é " * 9000}])
-    image: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aa"}}
-    with pytest.raises(anthropic.BadRequestError, match="images cannot be read"):
+    image: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
+    with pytest.raises(anthropic.BadRequestError, match="a server with keys reads no images yet"):
         client.messages.create(model=MODEL, max_tokens=4, messages=[{"role": "user", "content": [image]}])
     wrong = anthropic.Anthropic(base_url=here.url, api_key="wrong", max_retries=0)
     with wrong, pytest.raises(anthropic.AuthenticationError) as refused:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from decode.observed import Turnstile
 from perdure import Model, Runtime
+from perdure.extension import extensions
 from server.live_server import LiveServer, live_server, opened
 
 
@@ -32,3 +34,16 @@ def server(rt: Runtime, gate: Turnstile) -> Iterator[LiveServer]:
     with live_server(rt) as server:
         yield server
         gate.open()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """In every server of these tests each word of a prompt is traced to where it comes from (C13), unless the
+    extension that does it is hidden."""
+    if "inspection" in extensions():
+        os.environ["PERDURE_CHECK_PROMPTS"] = "1"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    os.environ.pop("PERDURE_CHECK_PROMPTS", None)

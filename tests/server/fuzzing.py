@@ -13,8 +13,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain, count
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any
 from urllib.parse import quote
 
 import httpx
+import pytest
 import requests
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -30,9 +31,10 @@ from websockets.sync.client import connect
 
 import zoo
 from decode.observed import toy
+from perdure.decode.request import Request
 from perdure.server.app import build
-from perdure.server.core.app_state import AppState
 from perdure.server.core.keys import Keys, new_key
+from perdure.server.core.server_state import ServerState
 from server.live_server import PATIENCE, LiveServer, hello, live_server, opened
 from server.odd_values import BODIES, odd_body
 
@@ -45,6 +47,13 @@ NAMES = ("alpha", "beta", "gamma")
 MARKS = {"a": "zqxav-one", "b": "zqxbw-two"}
 """What only one of the callers ever says."""
 _TEXTS = ("system", "message", "prompt", "note", "content", "input")
+CONVERSING = (CHAT, "/v1/messages", "/v1/responses", "/api/chat")
+NAMED = ("", "prompt_cache_key", "x-claude-code-session-id", "x-session-affinity")
+"""How a client names its conversations: not at all, both alike, or each by a header."""
+HABITS = ("kept", "dropped", "doubled")
+"""What becomes of an earlier message's reminder."""
+WORDS = ("zqmarzipan", "zqtulip")
+"""In the reminders of one conversation and of the other."""
 
 
 @dataclass
@@ -54,13 +63,16 @@ class Counts:
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     statuses: Counter[int] = field(default_factory=Counter)
     dropped: int = 0
+    prompts: int = 0
+    """Of interleaved conversations, read as the model reads them."""
     sequences: int = 0
 
     def __str__(self) -> str:
         statuses = ", ".join(f"{count} x {status}" for status, count in sorted(self.statuses.items()))
         return (
             f"{sum(self.statuses.values())} requests in {self.sequences} sequences over {len(self.calls)} "
-            f"operations, {self.dropped} more that were dropped: {statuses}"
+            f"operations, {self.dropped} more that were dropped, {self.prompts} prompts of interleaved "
+            f"conversations: {statuses}"
         )
 
 
@@ -84,7 +96,7 @@ class Fuzzer:
         self._server = server
         self._secrets = secrets
         with opened(toy()) as rt:
-            document = build(AppState(runtime=rt, name="toy", keys=server.app_state.keys)).openapi()
+            document = build(ServerState(runtime=rt, name="toy", keys=server.state.keys)).openapi()
         operations = [found.ok() for found in _operations(document)]
         self._cases = st.one_of([operation.as_strategy() for operation in operations])
         self._clients = {caller: server.client(secret) for caller, secret in secrets.items()}
@@ -115,6 +127,7 @@ class Fuzzer:
                 self._make(each)
             self._odd_bodies(calls[0].caller, random.Random(f"{start} {self.counts.sequences}"))
             self._reimport(calls[0].caller, calls[0].name)
+            self.interleave(random.Random(f"{start} {self.counts.sequences} interleaved"))
 
         one()
 
@@ -127,7 +140,54 @@ class Fuzzer:
                     self._check(caller, ("GET", f"name{suffix}"), client.get(path + suffix), {200})
                 self._check(caller, ("DELETE", "name"), client.delete(path), {200})
             self._check(caller, ("POST", CHAT), client.post(CHAT, json=hello()), {200})
+
+    def close(self) -> None:
+        for client in self._clients.values():
             client.close()
+
+    def interleave(self, chance: random.Random) -> None:
+        """C13: two conversations that begin with the same words, of one caller or of two, in turn. Each has
+        reminders that the other has not, and no prompt has words of both."""
+        protocol, named, habit = chance.choice(CONVERSING), chance.choice(NAMED), chance.choice(HABITS)
+        callers = chance.choice((("a", "a"), ("a", "b"), ("b", "b")))
+        app = f"app-{chance.getrandbits(60)}"
+        talks: list[list[dict[str, str]]] = [[], []]
+        prompts: list[str] = []
+        with self._prompts_seen(prompts):
+            for turn in range(3):
+                for which in chance.sample((0, 1), 2):
+                    caller, talk = callers[which], talks[which]
+                    reminder = f"\n<system-reminder>{MARKS[caller]} {WORDS[which]}{turn}</system-reminder>"
+                    messages = [*talk, {"role": "user", "content": f"Part {turn}?{reminder}"}]
+                    answer = self._clients[caller].post(
+                        protocol,
+                        json=conversation_body(
+                            protocol, messages, app if named == "prompt_cache_key" else ""
+                        ),
+                        headers={named: f"{app}-{which}"} if "-" in named else {},
+                    )
+                    self._check(caller, ("POST", f"{protocol} interleaved"), answer)
+                    reply = conversation_reply(answer.json()) if answer.status_code == 200 else ""
+                    shown = {"kept": reminder, "dropped": "", "doubled": reminder * 2}[habit]
+                    talk.append({"role": "user", "content": f"Part {turn}?{shown}"})
+                    talk.append({"role": "assistant", "content": reply or "OK"})
+        for prompt in prompts:
+            self.counts.prompts += 1
+            assert not all(word in prompt for word in WORDS), f"{protocol}, {named}, {habit}: {prompt}"
+
+    @contextmanager
+    def _prompts_seen(self, prompts: list[str]) -> Iterator[None]:
+        runtime = self._server.runtime
+        submit = runtime.backend.submit
+
+        def seen(request: Request) -> Any:
+            read = b"".join(runtime.model.piece(token, special=True) for token in request.prompt)
+            prompts.append(read.decode("utf-8", "replace"))
+            return submit(request)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(runtime.backend, "submit", seen)
+            yield
 
     def _make(self, call: Call) -> None:
         case = call.case
@@ -249,12 +309,41 @@ class Fuzzer:
         self.counts.statuses[answer.status_code] += 1
         where = f"{operation} by {caller}: {answer.status_code} {answer.text[:500]}"
         # Where a summary is drawn, its first token may be the end.
-        empty = answer.status_code == 500 and answer.json()["error"]["code"] == "empty"
+        empty = answer.status_code == 500 and '"code":"empty"' in answer.text.replace(" ", "")
         assert answer.status_code < 500 or answer.status_code == 504 or empty, where
         assert expected is None or answer.status_code in expected, where
         for other, mark in MARKS.items():
             if other != caller:
                 assert mark not in answer.text, f"{where}: it shows a text of {other}"
+
+
+def conversation_body(protocol: str, messages: Sequence[dict[str, str]], cache_key: str) -> dict[str, Any]:
+    """The same conversation in the words of each protocol. All replies are alike."""
+    system = "You are terse.\nToday is 2026-11-18."
+    more: dict[str, Any] = {"perdure": {"regex": "OK"}}
+    if cache_key and protocol in (CHAT, "/v1/responses"):
+        more["prompt_cache_key"] = cache_key
+    if protocol == "/v1/messages":
+        return {"system": system, "messages": messages, "max_tokens": 8, **more}
+    if protocol == "/v1/responses":
+        return {"instructions": system, "input": messages, "max_output_tokens": 8, **more}
+    said = [{"role": "system", "content": system}, *messages]
+    if protocol == "/api/chat":
+        return {"model": "toy", "messages": said, "stream": False, "options": {"num_predict": 8}, **more}
+    return {"messages": said, "max_tokens": 8, **more}
+
+
+def conversation_reply(answer: dict[str, Any]) -> str:
+    """What the model said, in whichever protocol."""
+    if "choices" in answer:
+        return answer["choices"][0]["message"].get("content") or ""
+    if "output" in answer:
+        parts = [part for item in answer["output"] for part in item.get("content") or ()]
+    elif "content" in answer:
+        parts = answer["content"]
+    else:
+        return str(answer["message"]["content"])
+    return "".join(part.get("text", "") for part in parts)
 
 
 def _operations(document: dict[str, Any]) -> list[Any]:
@@ -272,18 +361,28 @@ def _sendable(headers: Any) -> dict[str, str]:
 
 
 @contextmanager
+def checked_prompts() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PERDURE_CHECK_PROMPTS", "1")
+        yield
+
+
+@contextmanager
 def fuzzed(model: Any, store: Path, **settings: Any) -> Iterator[Fuzzer]:
-    """A fuzzer on a server of its own. At the end nobody is served and the engine never died."""
+    """A fuzzer on its own server, which traces every word of a prompt to its source (C13). At the end nobody
+    is served and the engine never died."""
     made = {caller: new_key(f"caller-{caller}") for caller in MARKS}
     keys = Keys([key for _, key in made.values()])
     with (
+        checked_prompts(),
         opened(model, slots=4, store=store, **settings) as rt,
         live_server(rt, keys=keys, hosts=None) as server,
     ):
         fuzzer = Fuzzer(server, {caller: secret for caller, (secret, _) in made.items()})
-        yield fuzzer
-        fuzzer.finish()
-        assert server.app_state.engine() == ("ready", 0)
+        with closing(fuzzer):
+            yield fuzzer
+            fuzzer.finish()
+        assert server.state.models.first.engine() == ("ready", 0)
 
 
 SEEDS: tuple[int, ...] = ()

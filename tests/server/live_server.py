@@ -15,8 +15,8 @@ import httpx
 
 import perdure
 from perdure import Runtime
-from perdure.server.core.app_state import AppState
 from perdure.server.core.keys import Keys
+from perdure.server.core.server_state import ServerState
 from perdure.server.core.settings import Limits, ReplyDefaults
 from perdure.server.http_server import HttpServer, address, bind
 
@@ -30,7 +30,7 @@ class LiveServer:
 
     url: str
     runtime: Runtime
-    app_state: AppState
+    state: ServerState
     http_server: HttpServer
 
     @property
@@ -54,16 +54,16 @@ def live_server(runtime: Runtime, *, keys: Keys | None = None, **settings: Any) 
     if settle := os.environ.get("PERDURE_TEST_SETTLE"):
         settings.setdefault("defaults", ReplyDefaults(settle=int(settle)))
     limits = Limits(**{name: settings.pop(name) for name in list(settings) if name in names})
-    app_state = AppState(
+    state = ServerState(
         runtime=runtime, limits=limits, keys=keys or Keys(), **{"debug": True, "name": "toy", **settings}
     )
     listening = bind("127.0.0.1", 0)
     listening.listen(1024)
-    http_server = HttpServer(app_state)
+    http_server = HttpServer(state)
     thread = threading.Thread(target=http_server.run, kwargs={"sockets": [listening]}, name="server")
     thread.start()
     try:
-        yield LiveServer(address(listening), runtime, app_state, http_server)
+        yield LiveServer(address(listening), runtime, state, http_server)
     finally:
         http_server.stop(now=True)
         thread.join(PATIENCE)

@@ -15,7 +15,6 @@ from decode.observed import toy
 from perdure.server.app import request_schemas
 from perdure.server.core.keys import Keys
 from perdure.server.core.schemas import RequestSchema
-from perdure.server.protocols.responses import conversations
 from perdure.sessions import sessions as sessions_module
 from server.live_server import LiveServer, live_server, opened
 
@@ -286,8 +285,11 @@ def test_no_field_costs_memory_that_lasts(server: LiveServer) -> None:
         assert resident() < before + (64 << 20)
 
 
+@pytest.mark.extension("responses")
 def test_a_page_of_items_is_bounded_in_bytes_x20(monkeypatch: pytest.MonkeyPatch, server: LiveServer) -> None:
     """X20: pages of large items are short, and lead to all of them."""
+    from perdure.ext.responses import conversations
+
     monkeypatch.setattr(conversations, "_PAGE_BYTES", 1000)
     texts = [f"{number} " + "x" * 300 for number in range(10)]
     with server.client() as client:

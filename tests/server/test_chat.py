@@ -393,3 +393,16 @@ def test_efforts_reach_the_template(name: str) -> None:
             for more in ({}, {name: "minimal"})
         )
         assert told == plain + len(rt.model.tokenize("minimal", bos=False))
+
+
+def test_a_template_gets_the_date_that_a_request_gives() -> None:
+    days = Template(
+        "{{ ' ' * (strftime_now('%d') | int) }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    with opened(toy(), template=days) as rt, live_server(rt) as server, server.client() as client:
+
+        def tokens(**extension: str) -> int:
+            answer = client.post(CHAT, json=hello(max_tokens=1, perdure=extension))
+            return int(answer.json()["usage"]["prompt_tokens"])
+
+        assert tokens(date="2026-01-31") - tokens(date="2026-01-01") == 30

@@ -17,7 +17,7 @@ from perdure.server.core import event_log
 from perdure.server.core.keys import Keys, new_key
 from perdure.server.protocols import chat_record
 from perdure.sessions.store.base import STREAM
-from server.live_server import LiveServer, check_freed, live_server
+from server.live_server import PATIENCE, LiveServer, check_freed, live_server
 
 PATH = "/v1/chat/completions"
 ASKED: dict[str, Any] = {
@@ -180,12 +180,16 @@ def interrupted(folder: Path, asked: dict[str, Any], **settings: Any) -> list[tu
     """What a client has of a stream that the end of its server interrupted."""
     gate, heard = Turnstile(), []
     with stored(folder, gate, **settings) as server, server.client() as client:
-        gate.admit(server.runtime.count_chat(asked["messages"]) + 10)
+        gate.admit(server.runtime.count_chat(asked["messages"]) + 20)
         with client.stream("POST", PATH, json=asked) as response:
             for each in numbered(response):
                 heard.append(each)
                 if len(text_of(heard)) >= 2:
                     break
+        # Before the gate opens: the reply must not come to its end first.
+        server.http_server.stop(now=True)
+        while not server.state.stopping:
+            time.sleep(0.01)
     return heard
 
 
@@ -247,6 +251,24 @@ def test_records_go_with_their_streams(tmp_path: Path, monkeypatch: pytest.Monke
         assert client.get(f"{PATH}/{name}").status_code == 404
         whole(client.post(PATH, json=RESUMABLE))
         assert name not in [each for _, each in records(server)]
+
+
+def test_a_server_that_stops_lets_a_stream_finish_that_nobody_reads(tmp_path: Path) -> None:
+    gate = Turnstile()
+    asked = {**ASKED, "perdure": {"resumable": True, "session": "trip"}}
+    with stored(tmp_path, gate) as server:
+        with server.client() as client:
+            gate.admit(server.runtime.count_chat(ASKED["messages"]) + 20)
+            with client.stream("POST", PATH, json=asked) as response:
+                assert next(numbered(response))
+        server.http_server.stop()
+        # No connection is left, and the engine is held: only the stream is waited for.
+        time.sleep(0.5)
+        gate.open()
+        end = time.monotonic() + PATIENCE
+        while not server.runtime.session("trip").turns and time.monotonic() < end:
+            time.sleep(0.01)
+        assert server.runtime.session("trip").turns == 1
 
 
 def test_a_stream_that_no_server_could_make_again_says_so(tmp_path: Path) -> None:

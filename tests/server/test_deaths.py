@@ -16,8 +16,8 @@ import pytest
 
 from perdure import Runtime
 from perdure.worker import supervisor as supervisor_module
-from perdure.worker.process import RestartPolicy
 from perdure.worker.remote import RemoteBackend
+from perdure.worker.restart_policy import RestartPolicy
 from server.live_server import LiveServer, events, hello, live_server, opened
 
 SESSIONS = "/v1/sessions"
@@ -60,7 +60,7 @@ def test_a_death_in_the_middle_of_a_stream_is_told_and_the_server_goes_on_h4(
         assert isinstance(error, dict)
         assert isinstance(last, dict)
         assert error["error"]["code"] == "engine_unavailable"
-        assert last["choices"][0]["finish_reason"] == "error"
+        assert last["choices"][0]["finish_reason"] == "length"
         assert done == "[DONE]"
         # Nobody has to do anything for this.
         assert client.post("/v1/chat/completions", json=hello()).status_code == 200
@@ -188,3 +188,23 @@ def test_every_acknowledged_turn_is_there_whatever_the_engine_does_h4(
 def test_twenty_deaths_under_load_h4(zoo_path: Callable[[str], Path], tmp_path: Path) -> None:
     """H4."""
     talked(zoo_path, tmp_path, kills=20)
+
+
+def test_a_schema_that_kills_what_compiles_it_costs_no_engine_y25(zoo_path: Callable[[str], Path]) -> None:
+    """Y25: a small request; the engine's process is the same after it."""
+    bounds = {"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}
+    many = {"type": "object", "properties": {f"p{at}": {"type": "string"} for at in range(8000)}}
+    with (
+        opened(zoo_path("llama"), threads=1, n_ctx=4096, isolated=SWIFT) as rt,
+        live_server(rt) as server,
+        server.client() as client,
+    ):
+        assert client.post("/v1/chat/completions", json=hello(max_tokens=1)).status_code == 200
+        before = engine(rt).health().pid
+        for schema in (bounds, many) * 2:
+            form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+            answer = client.post("/v1/chat/completions", json=hello(response_format=form))
+            assert answer.status_code == 400, answer.text[:300]
+        assert client.post("/v1/chat/completions", json=hello(max_tokens=1)).status_code == 200
+        assert engine(rt).health().pid == before
+        assert client.get("/ready").json()["restarts"] == 0

@@ -19,9 +19,9 @@ from pydantic import ValidationError
 from perdure.checks import WaitInEventLoopError, check_may_wait, never_waiting
 from perdure.server.app import build
 from perdure.server.core import body_route
-from perdure.server.core.app_state import AppState
 from perdure.server.core.body_route import LARGE
 from perdure.server.core.schemas import RequestSchema
+from perdure.server.core.server_state import ServerState
 from perdure.server.http_server import HELD, LoopWatch
 from perdure.server.protocols.chat import ChatRequest
 from perdure.server.protocols.messages.requests import MessagesRequest
@@ -149,7 +149,7 @@ def test_a_long_name_under_perdure_is_compared_with_nothing_as_a_whole(
 def test_a_first_request_finds_its_routes_made() -> None:
     """FastAPI makes them up where a path is first looked for: that takes longer than the loop may be held."""
     with opened(ToyModel()) as runtime:
-        app = build(AppState(runtime=runtime, name="toy"))
+        app = build(ServerState(runtime=runtime, name="toy"))
         made: list[str] = []
 
         def called(frame: Any, event: str, value: Any) -> None:

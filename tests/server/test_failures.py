@@ -21,6 +21,7 @@ from perdure.errors import (
     PerdureError,
     PinnedError,
     StaleViewError,
+    TooLargeError,
     UnsupportedSystemError,
 )
 from perdure.server.core.api_error import to_api_error
@@ -59,13 +60,13 @@ def test_a_failure_before_the_first_token_has_a_status_h1(
 
 
 def test_a_failure_in_the_middle_ends_the_stream_with_an_error_h1(rt: Runtime, server: LiveServer) -> None:
-    """H1, C7: an error event, finish_reason "error", [DONE]; whole replies have a status."""
+    """H1, C7: an error event, an end of every choice, [DONE]; whole replies have a status."""
     with server.client() as client:
         trouble(rt).fail_decode(ahead=5)
         *said, error, last = streamed(client, CHAT, hello(**ENDLESS))
         assert any(chunk["choices"][0]["delta"].get("content") for chunk in said)
         assert error["error"]["code"] == "engine_unavailable"
-        assert last["choices"][0]["finish_reason"] == "error"
+        assert last["choices"][0]["finish_reason"] == "length"
         trouble(rt).fail_decode(ahead=5)
         assert client.post(CHAT, json=hello(**ENDLESS)).status_code == 503
         assert client.post(CHAT, json=hello()).status_code == 200
@@ -209,7 +210,7 @@ def test_a_deadline_in_the_middle_of_a_reply_is_told_h7(
         assert isinstance(error, dict)
         assert isinstance(last, dict)
         assert error["error"]["code"] == "deadline_exceeded"
-        assert last["choices"][0]["finish_reason"] == "error"
+        assert last["choices"][0]["finish_reason"] == "length"
     check_freed(rt)
 
 
@@ -268,7 +269,14 @@ def test_an_unforeseen_failure_is_500_and_says_nothing_of_the_inside() -> None:
     assert told.body["error"]["type"] == "server_error"
 
 
-NEVER_ASKED_FOR = (StaleViewError, PinnedError, UnsupportedSystemError, ModelFileError, FetchError)
+NEVER_ASKED_FOR = (
+    StaleViewError,
+    PinnedError,
+    TooLargeError,
+    UnsupportedSystemError,
+    ModelFileError,
+    FetchError,
+)
 """Errors of what no request can do."""
 
 
@@ -310,6 +318,7 @@ def test_connections_that_are_dropped_at_once_leave_nothing(server: LiveServer) 
         assert client.get("/ready").status_code == 200
 
 
+@pytest.mark.extension("upkeep")
 @pytest.mark.parametrize("mount_point", [False, True])
 def test_a_store_whose_folder_vanishes_loses_nothing_that_was_acknowledged(
     mount_point: bool, tmp_path: Path

@@ -38,6 +38,7 @@ def turns(client: httpx.Client) -> int:
     return int(client.get("/v1/sessions/alice").json()["turns"])
 
 
+@pytest.mark.extension("upkeep")
 def test_a_disk_that_is_full_costs_the_turn_and_nothing_before_it(running: Running, tmp_path: Path) -> None:
     """No file grows any more: turns, notes, responses and exports are refused or say that they were not kept;
     afterwards all goes on, and nothing that was acknowledged is lost."""

@@ -1,4 +1,4 @@
-"""What a router before several servers needs: one session header, where state is warm, metrics, draining."""
+"""What a router before several servers needs: one session header, metrics, draining."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import httpx
 import pytest
 
 import perdure
-from perdure.server.core.app_state import Drain
-from perdure.server.core.keys import Key, Keys, new_key
+from perdure.server.core.server_state import Drain
 from perdure.testing.toy import ToyModel
 from server.live_server import PATIENCE, LiveServer, live_server
 
@@ -46,41 +45,6 @@ def test_what_a_client_calls_its_conversation_comes_back_under_one_name(
             assert "x-session-id" not in answer.headers
 
 
-def test_where_says_what_is_warm_and_what_it_would_cost(server: LiveServer) -> None:
-    with server.client() as client:
-        cold = client.get("/v1/where", params={"prompt": "a beginning of some length"}).json()
-        assert (cold["warm"], cold["tiers"], cold["compute"]) == (0, {}, cold["tokens"])
-        assert client.get("/v1/where", params={"session": "trip"}).status_code == 404
-        client.post("/v1/chat/completions", json={**ASK, "perdure": {"session": "trip"}}).raise_for_status()
-        warm = client.get("/v1/where", params={"session": "trip"}).json()
-        assert warm["warm"] > 0
-        assert warm["tokens"] == sum(warm["tiers"].values()) + warm["compute"]
-        assert (warm["slots"], warm["draining"]) == (2, False)
-        client.post("/v1/sessions/trip/sleep", json={}).raise_for_status()
-        asleep = client.get("/v1/where", params={"session": "trip"}).json()
-        assert asleep["tiers"].get("disk", 0) + asleep["warm"] >= warm["warm"]
-        for wrong in ({}, {"session": "trip", "prompt": "x"}):
-            assert client.get("/v1/where", params=wrong).status_code == 400
-
-
-def test_where_tells_nobody_of_another_namespace(tmp_path: Path) -> None:
-    pairs: list[tuple[str, Key]] = [new_key(name) for name in ("one", "two")]
-    keys = Keys([key for _, key in pairs])
-    with (
-        perdure.open(ToyModel(), n_ctx=512, slots=2, store=tmp_path) as runtime,
-        live_server(runtime, keys=keys) as server,
-    ):
-        first, second = (server.client(secret) for secret, _ in pairs)
-        with first, second:
-            first.post(
-                "/v1/chat/completions", json={**ASK, "perdure": {"session": "trip"}}
-            ).raise_for_status()
-            assert first.get("/v1/where", params={"session": "trip"}).json()["warm"] > 0
-            assert second.get("/v1/where", params={"session": "trip"}).status_code == 404
-            with server.client() as nobody:
-                assert nobody.get("/v1/where", params={"session": "trip"}).status_code == 401
-
-
 def test_gateways_find_the_metrics_that_they_read(server: LiveServer) -> None:
     with server.client() as client:
         text = client.get("/metrics").text
@@ -103,7 +67,6 @@ def test_a_server_that_drains_answers_and_says_so(server: LiveServer) -> None:
         # A connection that is new, too.
         again = httpx.post(f"{server.url}/v1/chat/completions", json=ASK, trust_env=False)
         assert again.status_code == 200
-        assert client.get("/v1/where", params={"prompt": "x"}).json()["draining"] is True
     server.http_server.stop(now=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -53,7 +54,7 @@ def test_what_is_typed_works(script: str, here: LiveServer) -> None:
 def help_of_serve() -> str:
     done = subprocess.run(
         [sys.executable, "-m", "perdure.cli", "serve", "--help"],
-        env={"COLUMNS": "200"},
+        env={**os.environ, "COLUMNS": "200"},
         capture_output=True,
         text=True,
         check=True,
@@ -81,7 +82,7 @@ def test_every_option_exists() -> None:
 
 
 def test_every_route_is_named(here: LiveServer) -> None:
-    for path in build(here.app_state).openapi()["paths"]:
+    for path in build(here.state).openapi()["paths"]:
         last = path.replace("{name}", "").rstrip("/").rpartition("/")[2]
         assert path in GUIDE or f"…/{last}" in GUIDE or f"{path.rpartition('/')[0]}/{{id}}" in GUIDE, path
 

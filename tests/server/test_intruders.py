@@ -16,11 +16,11 @@ from pydantic import BaseModel, ValidationError
 
 from decode.observed import Turnstile, open_toy, toy
 from perdure import InvalidInputError
+from perdure.ext.completions.routes import CompletionRequest
+from perdure.ext.embeddings.routes import EmbeddingRequest
 from perdure.server.core.keys import Keys, new_key
 from perdure.server.core.middleware import JsonScan
 from perdure.server.core.settings import AllowedHosts
-from perdure.server.protocols.completions import CompletionRequest
-from perdure.server.protocols.embeddings import EmbeddingRequest
 from server.live_server import LiveServer, check_freed, hello, live_server, opened, raw
 from serving import Page, site
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -238,42 +237,6 @@ def test_pages_of_another_site_come_in_by_option_alone() -> None:
             check_origins(wrong, keys=0)
 
 
-def test_keys_are_added_listed_and_removed_by_the_command(tmp_path: Path) -> None:
-    path = tmp_path / "keys"
-
-    def keys(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            [sys.executable, "-m", "perdure.cli", "keys", *words, "--keys", str(path)],
-            capture_output=True,
-            text=True,
-            env={**os.environ, "PERDURE_HOME": str(tmp_path / "home")},
-        )
-        assert done.returncode == code, done.stderr
-        return done
-
-    secret = keys("add", "alice", "--expires", "90d", "--requests-per-minute", "60").stdout.strip()
-    keys("add", "bob", "--tokens-per-day", "1000")
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert secret not in path.read_text()
-    known = Keys.read(path)
-    found = known.find(secret)
-    assert found is not None
-    assert (found.namespace, found.requests_per_minute, found.tokens_per_day) == ("alice", 60, None)
-    shown = keys("ls").stdout
-    assert f"{found.id}  alice" in shown
-    assert "1000 tokens a day" in shown
-    assert secret not in shown
-    # As somebody has set it for the user that the server runs as.
-    path.chmod(0o640)
-    if os.getuid() == 0:
-        os.chown(path, 0, 12)
-    keys("rm", found.id)
-    assert path.stat().st_mode & 0o777 == 0o640
-    assert os.getuid() or path.stat().st_gid == 12
-    assert Keys.read(path).namespaces == ["bob"]
-    assert "no key in" in keys("rm", found.id, code=1).stderr
-
-
 def test_all_prompts_of_a_request_are_paid_for_by_its_key() -> None:
     """And each once, however many samples there are of it."""
     secret, key = new_key("ada", tokens_per_day=5)
@@ -424,6 +387,7 @@ def test_vectors_of_a_width_that_the_model_has_not_are_refused_before_they_are_m
         assert 'perdure_tokens_total{kind="embedded"}' not in client.get("/metrics").text
 
 
+@pytest.mark.extension("upkeep")
 def test_who_has_used_up_a_day_still_reads_exports_and_deletes(tmp_path: Path) -> None:
     secret, key = new_key("small", tokens_per_day=5)
     with (
@@ -441,6 +405,7 @@ def test_who_has_used_up_a_day_still_reads_exports_and_deletes(tmp_path: Path) -
         assert client.delete("/v1/sessions/a").status_code == 200
 
 
+@pytest.mark.extension("keys")
 def test_usage_is_counted_by_key_and_day_told_to_its_owner_and_outlasts_the_server(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     secrets, lines = {}, []
@@ -481,18 +446,3 @@ def test_usage_is_counted_by_key_and_day_told_to_its_owner_and_outlasts_the_serv
     # What cannot be read keeps no server down.
     path.with_name("keys.usage").write_text("{")
     assert not Keys.read(path).usage.days(ada_key)
-
-
-def test_a_key_is_removed_by_the_name_of_its_owner(tmp_path: Path) -> None:
-    path = tmp_path / "keys"
-    path.write_text("\n".join(new_key(name)[1].line for name in ("ada", "bob", "bob")))
-
-    def rm(name: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "perdure.cli", "keys", "rm", name, "--keys", str(path)]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
-
-    assert rm("ada").returncode == 0
-    assert [key.namespace for key in Keys.read(path)] == ["bob", "bob"]
-    several = rm("bob")
-    assert several.returncode == 1
-    assert "'bob' has 2 keys" in several.stderr

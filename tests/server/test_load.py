@@ -22,7 +22,6 @@ import psutil
 import pytest
 
 from perdure.cli.runtime import session_folder
-from perdure.sessions.store.registry import back_up
 from server.live_server import PATIENCE, opened
 
 CLIENTS = int(os.environ.get("PERDURE_LOAD_CLIENTS", "200"))
@@ -93,11 +92,14 @@ class Load:
                 time.sleep(0.05)
 
 
+@pytest.mark.extension("upkeep")
 @pytest.mark.soak
 def test_many_clients_beside_searches_backups_exports_compactions_and_kills(
     zoo_path: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Nothing that was acknowledged is lost, and `/health` answers at once."""
+    from perdure.ext.upkeep.store import back_up
+
     model, store = zoo_path("llama"), tmp_path / "store"
     options = ["--store", store, "--ctx", 512, "--slots", 8, "--threads", 1, "--queue", 2 * CLIENTS]
     with (tmp_path / "server.log").open("w") as log:

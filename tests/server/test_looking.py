@@ -51,6 +51,7 @@ def read(client: httpx.Client, path: str, **query: Any) -> dict[str, Any]:
     return answer
 
 
+@pytest.mark.extension("inspection")
 @pytest.mark.parametrize("what", ["records", "blocks"])
 def test_what_the_cache_holds_is_read_page_by_page(
     what: str, keyed: tuple[httpx.Client, httpx.Client]
@@ -179,6 +180,7 @@ def test_state_says_where_a_session_is_before_and_after_it_sleeps(
     assert bob.get(f"{SESSIONS}/dozy/state").status_code == 404
 
 
+@pytest.mark.extension("inspection")
 def test_kept_prefixes_are_a_tree_of_shared_beginnings_of_ones_own(
     keyed: tuple[httpx.Client, httpx.Client],
 ) -> None:
@@ -279,7 +281,7 @@ def test_a_reply_that_is_stopped_ends_like_any_other_and_is_kept_if_that_was_ask
         listening.join()
         assert not any("error" in chunk for chunk in chunks)
         last = chunks[-1]
-        assert last["choices"][0]["finish_reason"] == "cancelled"
+        assert last["perdure"]["finish_reason"] == "cancelled"
         assert last["perdure"]["kept"] is keep
         turns = read(other, f"{SESSIONS}/talk/turns")["data"]
         text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)

@@ -150,7 +150,7 @@ def test_a_signature_of_another_namespace_or_server_opens_nothing_h5() -> None:
 def test_thoughts_are_known_again_after_a_restart(tmp_path: Path) -> None:
     for _ in range(2):
         with opened(toy(), store=tmp_path / "store") as rt, live_server(rt) as server:
-            sealed = server.app_state.reasoning_cipher.encrypt("Hm.", "")
+            sealed = server.state.reasoning_cipher.encrypt("Hm.", "")
             (tmp_path / "seal").touch()
             before = (tmp_path / "seal").read_text()
             assert before in ("", sealed)

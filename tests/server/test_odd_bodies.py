@@ -12,7 +12,6 @@ import pytest
 from websockets.sync.client import connect
 
 from decode.observed import toy
-from perdure.server.protocols.responses.stored import StoredResponse
 from server.live_server import LiveServer, live_server, opened
 from server.odd_values import BODIES, ODD, changed, odd_bodies, paths, written
 
@@ -105,10 +104,13 @@ def test_only_utf8_is_read_x12(encoding: str, server: LiveServer) -> None:
         assert answer.status_code == 200
 
 
+@pytest.mark.extension("responses")
 def test_a_response_is_read_once_however_many_of_its_items_are_named_x14(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """X14."""
+    from perdure.ext.responses.stored import StoredResponse
+
     read: list[str] = []
     input_items = StoredResponse.input_items
 

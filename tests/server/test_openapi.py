@@ -23,7 +23,7 @@ from schemathesis.specs.openapi.checks import (
 
 from decode.observed import toy
 from perdure.server.app import build
-from perdure.server.core.app_state import AppState
+from perdure.server.core.server_state import ServerState
 from perdure.server.core.settings import ReplyDefaults
 from server.live_server import LiveServer, live_server, opened
 
@@ -42,7 +42,7 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 def _document() -> dict[str, Any]:
     with opened(toy()) as rt:
-        document: dict[str, Any] = build(AppState(runtime=rt, name="toy")).openapi()
+        document: dict[str, Any] = build(ServerState(runtime=rt, name="toy")).openapi()
         return document
 
 

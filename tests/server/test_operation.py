@@ -16,8 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from decode.observed import toy
 from perdure.errors import StoreFullError
-from perdure.server.core.app_state import AppState
-from perdure.server.core.middleware import JsonLines
+from perdure.server.core.middleware import JsonLinesHandler
+from perdure.server.core.server_state import ServerState
 from perdure.server.http_server import HttpServer, address, bind
 from server.live_server import PATIENCE, LiveServer, hello, live_server, opened, streamed
 
@@ -28,7 +28,7 @@ CHAT = "/v1/chat/completions"
 def lines() -> Iterator[io.StringIO]:
     """What the server logs."""
     out = io.StringIO()
-    handler, log = JsonLines(out), logging.getLogger("perdure.server")
+    handler, log = JsonLinesHandler(out), logging.getLogger("perdure.server")
     log.addHandler(handler)
     before, log.level = log.level, logging.INFO
     log.setLevel(logging.INFO)
@@ -75,6 +75,7 @@ def test_figures_count_what_happened(here: LiveServer, client: httpx.Client) -> 
     assert grown("perdure_first_token_seconds_count") == 2
     assert after["perdure_slots", ()] == here.runtime.slots
     assert after["perdure_resident_bytes", (("process", "server"),)] > 1 << 20
+    assert ("perdure_disk_bytes", ()) not in after, "it has no store"
     assert after["perdure_queue_length", ()] == 0
     assert after["perdure_engine_up", ()] == 1
     assert after["perdure_engine_restarts_total", ()] == 0
@@ -148,7 +149,7 @@ def test_a_server_that_has_stopped_can_be_told_again() -> None:
     with opened(toy()) as rt:
         listening = bind("127.0.0.1", 0)
         listening.listen(1)
-        server = HttpServer(AppState(runtime=rt, name="toy"))
+        server = HttpServer(ServerState(runtime=rt, name="toy"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         with httpx.Client(base_url=address(listening), timeout=PATIENCE, trust_env=False) as client:
@@ -162,12 +163,12 @@ def test_a_server_that_has_stopped_can_be_told_again() -> None:
 def test_limits_that_are_read_again_hold_for_connections_too() -> None:
     """For messages over a WebSocket, and for how long replies may take when the server is told to stop."""
     with opened(toy()) as rt:
-        app_state = AppState(runtime=rt, name="toy")
+        state = ServerState(runtime=rt, name="toy")
 
         def read_settings() -> None:
-            app_state.limits = replace(app_state.limits, body_bytes=2048, grace_seconds=3)
+            state.limits = replace(state.limits, body_bytes=2048, grace_seconds=3)
 
-        http_server = HttpServer(app_state, read_settings=read_settings)
+        http_server = HttpServer(state, read_settings=read_settings)
         before = http_server.config.timeout_graceful_shutdown
         assert before is not None
         http_server.reload()

@@ -15,7 +15,7 @@ import pytest
 from decode.observed import toy
 from perdure.options import Option, options_of
 from perdure.request_options import RequestOptions, Sampling
-from perdure.server.core.middleware import JsonLines
+from perdure.server.core.middleware import JsonLinesHandler
 from server.live_server import live_server, opened
 
 SAID = [{"role": "user", "content": "Hello"}]
@@ -134,7 +134,7 @@ def test_x15_options_under_perdure_are_no_infinities(client: httpx.Client, path:
 
 def test_a_field_that_nobody_knows_is_named_in_the_answer_and_the_log() -> None:
     out = io.StringIO()
-    handler, log = JsonLines(out), logging.getLogger("perdure.server")
+    handler, log = JsonLinesHandler(out), logging.getLogger("perdure.server")
     level = log.level
     log.addHandler(handler)
     log.setLevel(logging.INFO)
@@ -144,12 +144,29 @@ def test_a_field_that_nobody_knows_is_named_in_the_answer_and_the_log() -> None:
                 answer = client.post(path, json={**body, "min_pp": 0.1, "é\n": 1})
                 assert answer.status_code == 200, answer.text
                 assert answer.headers["x-perdure-ignored"] == "min_pp, \\u00e9\\n"
-                assert "x-perdure-ignored" not in client.post(path, json=body).headers
+                assert answer.json()["perdure"]["ignored"] == ["min_pp", "é\n"]
+                assert streamed(client, path, {**body, "min_pp": 0.1}) == ["min_pp"]
+                plain = client.post(path, json=body)
+                assert "x-perdure-ignored" not in plain.headers
+                assert plain.json()["perdure"]["ignored"] == []
     finally:
         log.removeHandler(handler)
         log.setLevel(level)
     lines = [line for line in map(json.loads, out.getvalue().splitlines()) if line["event"] == "request"]
-    assert [line["ignored"] for line in lines if "ignored" in line] == [["min_pp", "é\n"]] * len(PROTOCOLS)
+    named = [line["ignored"] for line in lines if "ignored" in line]
+    assert named == [["min_pp", "é\n"], ["min_pp"]] * len(PROTOCOLS)
+
+
+def streamed(client: httpx.Client, path: str, body: Mapping[str, Any]) -> list[str]:
+    """What the end of a stream says was ignored."""
+    answer = client.post(path, json={**body, "stream": True})
+    assert answer.status_code == 200, answer.text
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines()]
+    events = [json.loads(line) for line in lines if line.startswith("{")]
+    ends = [event.get("response", event).get("perdure") for event in events]
+    [ignored] = [end["ignored"] for end in ends if end is not None]
+    assert isinstance(ignored, list)
+    return ignored
 
 
 def test_a_strict_server_refuses_it_on_every_protocol() -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from perdure.pool import ModelPool, ModelSpec
-from perdure.worker.process import RestartPolicy
+from perdure.backend import BlockStorage
+from perdure.engine_config import EngineConfig
+from perdure.server.core.keys import Keys, new_key
+from perdure.server.pool import ModelPool, ModelSpec
+from perdure.worker.restart_policy import RestartPolicy
 from server.live_server import LiveServer, hello, live_server
 
 SWIFT = RestartPolicy(backoff=0.01, backoff_limit=0.05, grace=10.0)
@@ -33,9 +37,12 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-def spec(name: str, kind: str = "full", **more: Any) -> ModelSpec:
+def spec(name: str, kind: str = "full", *, n_ctx: int = 512, slots: int = 2, **more: Any) -> ModelSpec:
     return ModelSpec(
-        name=name, source=f"worker.engines:{kind}", n_ctx=512, slots=2, **{"memory": 2 << 20, **more}
+        name=name,
+        source=f"worker.engines:{kind}",
+        config=EngineConfig(n_ctx=n_ctx, slots=slots),
+        **{"memory": 2 << 20, **more},
     )
 
 
@@ -43,15 +50,27 @@ def spec(name: str, kind: str = "full", **more: Any) -> ModelSpec:
 def served(
     *specs: ModelSpec, store: Path | None = None, memory: int | None = None, **settings: Any
 ) -> Iterator[LiveServer]:
-    with closing(ModelPool.open(specs, store=store, memory=memory, restart_policy=SWIFT)) as pool:
+    storage = BlockStorage(folder=store)
+    with closing(ModelPool.open(specs, storage=storage, memory=memory, restart_policy=SWIFT)) as pool:
         first = pool.default
-        with live_server(first.runtime, pool=pool, **settings) as server:
-            server.app_state.name = first.name
+        with live_server(first.runtime, name=first.name, pool=pool, **settings) as server:
             yield server
 
 
 def states(client: httpx.Client) -> dict[str, str]:
     return {each["id"]: each["state"] for each in client.get("/v1/models").json()["data"]}
+
+
+def test_a_context_that_holds_for_all_models_is_told_before_they_are_loaded() -> None:
+    own = ModelSpec(name="own", source="worker.engines:full", config=EngineConfig(n_ctx=256), memory=2 << 20)
+    common = ModelSpec(name="common", source="worker.engines:full", memory=2 << 20)
+    with closing(ModelPool.open([common, own], EngineConfig(n_ctx=1024), restart_policy=SWIFT)) as pool:
+        first = pool.default
+        with live_server(first.runtime, name=first.name, pool=pool) as server, server.client() as client:
+            for _ in range(2):
+                told = client.get("/v1/machine").json()["models"]
+                assert [each["n_ctx"] for each in told] == [1024, 256]
+                assert client.post("/v1/chat/completions", json=hello()).status_code == 200
 
 
 def test_names_aliases_and_what_is_loaded(tmp_path: Path) -> None:
@@ -64,7 +83,12 @@ def test_names_aliases_and_what_is_loaded(tmp_path: Path) -> None:
         assert states(client) == {"small": "unloaded", "large": "unloaded"}
         assert client.get("/api/ps").json() == {"models": []}
         assert client.get("/ready").status_code == 200
-        assert client.get("/metrics").status_code == 200
+        metrics = client.get("/metrics").text
+        size, free = (
+            float(re.search(rf"^{name} (\S+)", metrics, re.MULTILINE)[1])  # type: ignore[index]
+            for name in ("perdure_disk_bytes", "perdure_disk_free_bytes")
+        )
+        assert 0 < free < size, "of the disk on which the store is"
         assert [each["state"] for each in client.get("/v1/machine").json()["models"]] == ["unloaded"] * 2
         for asked, name in (("gpt-5", "large"), ("large:latest", "large")):
             answer = client.post("/v1/chat/completions", json=hello(model=asked))
@@ -101,6 +125,109 @@ def test_names_aliases_and_what_is_loaded(tmp_path: Path) -> None:
         assert states(client)["large"] == "unloaded"
 
 
+UNLOADS: dict[str, tuple[str, dict[str, Any]]] = {
+    "route": ("/v1/models/a/unload", {}),
+    "ollama": ("/api/generate", {"model": "a", "keep_alive": 0, "stream": False}),
+    "ollama chat": ("/api/chat", {"model": "a", "messages": [], "keep_alive": 0, "stream": False}),
+}
+
+
+@pytest.mark.parametrize("way", UNLOADS)
+def test_an_unload_beside_a_long_reply_keeps_nobody_waiting_y2(way: str) -> None:
+    """Y2: others waited until the reply was over, for as long as it was."""
+    path, body = UNLOADS[way]
+    with (
+        served(spec("a", "slow", n_ctx=8192)) as server,
+        server.client() as talker,
+        server.client() as client,
+    ):
+        assert server.state.models.pool is not None
+        model = server.state.models.pool.default
+        long = hello(stream=True, max_tokens=8000, perdure={"ignore_eos": True, "loop_guard": 0})
+        named = {"x-request-id": "long"}
+        with talker.stream("POST", "/v1/chat/completions", json=long, headers=named) as reply:
+            # An iterator that nobody holds closes its stream.
+            lines = reply.iter_lines()
+            next(lines)
+            refused = client.post(path, json=body)
+            assert refused.status_code == 409, refused.text
+            assert "in use" in refused.text
+            assert client.post("/v1/chat/completions", json=hello()).status_code == 200
+            # The long reply was not over: it is still there to be ended.
+            assert client.post("/v1/requests/long/cancel", json={}).status_code == 200
+        assert model.loads == 1
+
+
+@contextmanager
+def keyed(*specs: ModelSpec) -> Iterator[tuple[httpx.Client, httpx.Client, httpx.Client]]:
+    """The operator's client and two others of one server."""
+    made = [new_key(name) for name in ("metrics", "ann", "bob")]
+    with ExitStack() as stack:
+        server = stack.enter_context(served(*specs, keys=Keys([key for _, key in made])))
+        operator, ann, bob = (stack.enter_context(server.client(secret)) for secret, _ in made)
+        yield operator, ann, bob
+
+
+def test_with_keys_the_operator_alone_unloads_y2() -> None:
+    with keyed(spec("a")) as (operator, ann, bob):
+        assert bob.post("/v1/chat/completions", json=hello()).status_code == 200
+        for path, body in UNLOADS.values():
+            refused = ann.post(path, json=body)
+            assert refused.status_code == 403, (path, refused.text)
+        assert states(bob) == {"a": "ready"}
+        assert operator.post("/v1/models/a/unload", json={}).json()["state"] == "unloaded"
+        assert operator.post("/v1/models/a/load", json={}).json()["loads"] == 2
+        # Of the rest it opens nothing.
+        assert operator.post("/v1/chat/completions", json=hello()).status_code == 403
+        assert operator.get("/v1/models/a").status_code == 403
+
+
+def test_a_pinned_model_refuses_to_go_y9() -> None:
+    with served(spec("a", pinned=True)) as server, server.client() as client:
+        assert client.post("/v1/chat/completions", json=hello()).status_code == 200
+        for path, body in UNLOADS.values():
+            refused = client.post(path, json=body)
+            assert refused.status_code == 409, (path, refused.text)
+            assert "pinned" in refused.text
+        assert states(client) == {"a": "ready"}
+
+
+def test_a_key_only_lengthens_how_long_a_model_stays_y9() -> None:
+    """Y9: `keep_alive` of one key's request held for all."""
+    with keyed(spec("a", keep_alive=600.0)) as (operator, ann, bob):
+
+        def stays(client: httpx.Client) -> float | None:
+            [model] = client.get("/v1/models").json()["data"]
+            expires_in: float | None = model["expires_in"]
+            return expires_in
+
+        def ask(keep_alive: str | int) -> None:
+            for path, body in {**KEPT, "/v1/models/a/load": {}}.items():
+                answer = ann.post(path, json={**body, "keep_alive": keep_alive})
+                assert answer.status_code == 200, (path, answer.text)
+
+        ask(0)
+        ask("1s")
+        assert 500 < (stays(bob) or 0) <= 600
+        ask("1h")
+        assert 3500 < (stays(bob) or 0) <= 3600
+        ask(-1)
+        assert stays(bob) is None
+        ask("2h")
+        assert stays(bob) is None
+        # The operator decides.
+        assert operator.post("/v1/models/a/load", json={"keep_alive": "5m"}).status_code == 200
+        assert 200 < (stays(bob) or 0) <= 300
+
+
+KEPT: dict[str, dict[str, Any]] = {
+    "/api/chat": {**hello(), "stream": False},
+    "/api/generate": {"prompt": "Hello", "stream": False, "options": {"num_predict": 4}},
+    "/api/embed": {"input": "Hello"},
+    "/api/embeddings": {"prompt": "Hello"},
+}
+
+
 def test_a_session_goes_on_with_another_model_over_http(tmp_path: Path) -> None:
     with (
         served(spec("a"), spec("b", "sliding"), store=tmp_path, memory=ONE) as server,
@@ -123,7 +250,7 @@ def test_who_waits_for_a_model_hears_that_it_comes(tmp_path: Path) -> None:
         ) as server,
         server.client() as client,
     ):
-        pool = server.app_state.pool
+        pool = server.state.models.pool
         assert pool is not None
         a = pool.models["a"]
         assert client.post("/v1/models/a/load", json={}).status_code == 200
@@ -184,6 +311,7 @@ def test_a_keep_alive_that_is_none_is_refused(value: Any) -> None:
         assert states(client) == {"a": "unloaded"}
 
 
+@pytest.mark.extension("inspection")
 def test_looking_loads_nothing_and_clearing_reaches_every_model(tmp_path: Path) -> None:
     with (
         served(spec("a"), spec("b", "sliding"), store=tmp_path, memory=ONE) as server,

@@ -57,7 +57,7 @@ def server(hub: Site) -> Iterator[tuple[LiveServer, httpx.Client, httpx.Client]]
 
 def ended(server: LiveServer) -> Any:
     """The latest pull, once it is over."""
-    puller = server.app_state.life.puller
+    puller = server.state.puller
     while (pull := puller.latest) is not None and pull.state == "running":
         assert puller.wait(pull, PATIENCE) != pull, "nothing came"
     return pull
@@ -93,8 +93,8 @@ def test_nobody_else_makes_the_server_fetch_something(
         assert refused.status_code == 403
         assert "perdure keys add metrics" in refused.json()["error"]["message"]
         assert client.post("/api/pull", json={"model": "me/one"}).status_code == 404
-        assert open_server.app_state.life.puller.latest is None
-    assert live.app_state.life.puller.latest is None
+        assert open_server.state.puller.latest is None
+    assert live.state.puller.latest is None
     assert hub.requests == []
 
 
@@ -107,7 +107,7 @@ def test_only_names_of_the_hub_are_fetched(
     """No path, which would tell what files there are, and no other address."""
     live, operator, _ = server
     assert operator.post(PULL, json={"model": name}).status_code in (400, 404)
-    assert live.app_state.life.puller.latest is None
+    assert live.state.puller.latest is None
     assert hub.requests == []
 
 
@@ -118,7 +118,7 @@ def test_one_at_a_time_and_a_cancelled_one_goes_on_where_it_stopped(
     hub.pages[FILE].hold = hold = threading.Event()
     try:
         assert operator.post(PULL, json={"model": "me/one"}).status_code == 202
-        pull, puller = live.app_state.life.puller.latest, live.app_state.life.puller
+        pull, puller = live.state.puller.latest, live.state.puller
         while pull is not None and pull.state == "running" and not pull.completed:
             pull = puller.wait(pull, PATIENCE)
         assert operator.post(PULL, json={"model": "me/two"}).status_code == 409
@@ -168,3 +168,13 @@ def test_a_pull_that_breaks_leaves_the_next_one_free() -> None:
         assert (pull.state, "RuntimeError" in pull.error) == ("failed", True)
     with pytest.raises((InvalidInputError, ModelNotFoundError)):
         puller.start("none-such")
+
+
+def test_the_catalogue_says_what_can_be_fetched_by_name(
+    server: tuple[LiveServer, httpx.Client, httpx.Client],
+) -> None:
+    _, operator, ann = server
+    for client in (operator, ann):
+        models = client.get("/v1/catalogue").raise_for_status().json()["data"]
+        assert [model["recommended"] for model in models].count(True) == 1
+        assert all(model["name"] and model["fit"] and model["nbytes"] > 0 for model in models)

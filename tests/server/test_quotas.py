@@ -1,4 +1,4 @@
-"""X20: what a key may store, and how much of it is in memory when it is read."""
+"""X20, Y5, Y6: what a key may store, and how much of it is in memory when it is read."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from decode.observed import toy
-from perdure import Message, Turn
-from perdure.server.api import session_schemas
+from perdure import InvalidInputError, Message, Turn
+from perdure.server.api import session_schemas, sessions
 from perdure.server.core.keys import Key, Keys, new_key
 from server.live_server import live_server, opened
 
@@ -54,7 +54,7 @@ def test_x20_the_smallest_bound_among_the_keys_of_a_namespace_counts(tmp_path: P
 def test_x20_turns_come_in_pages_of_bytes_and_a_transcript_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session_schemas, "_PAGE_BYTES", 3000)
+    monkeypatch.setattr(session_schemas, "PAGE_BYTES", 3000)
     turns = [Turn(kind="start", messages=())]
     for number in range(12):
         said = (Message(role="user", content=f"{number} " + "x" * 1000),)
@@ -76,3 +76,66 @@ def test_x20_turns_come_in_pages_of_bytes_and_a_transcript_in_pieces(
         assert text == rt.sessions.get("long").transcript()
         assert all(each in text for each in texts)
         assert client.get("/v1/sessions/nobody/transcript").status_code == 404
+
+
+def test_y5_the_request_of_a_stored_response_counts(tmp_path: Path) -> None:
+    """Y5: a response that could not be made leaves its request, which a key cannot fill a disk with."""
+    ada = new_key("ada", stored_bytes=100_000)
+    with (
+        opened(toy(), n_ctx=256, store=tmp_path) as rt,
+        live_server(rt, keys=Keys([ada[1]])) as server,
+        server.client(ada[0]) as client,
+    ):
+        statuses = []
+        for _ in range(8):
+            # Its prompt is too long: a client that streams finds the response failed, and stored.
+            body = {"input": "word " * 8_000, "stream": True}
+            statuses.append(client.post("/v1/responses", json=body).status_code)
+        assert statuses == [200, 200, *[507] * 6]
+        body = {"input": "Hi", "max_output_tokens": 1, "metadata": {"note": "x" * 500}}
+        answers = [client.post("/v1/responses", json=body) for _ in range(30)]
+        kept = [answer.json()["id"] for answer in answers if answer.status_code == 200]
+        assert 0 < len(kept) < 30, "the metadata of small ones counts too"
+        [size] = rt.sessions.store.sizes()
+        assert size.nbytes <= 100_000
+        for each in kept:
+            client.delete(f"/v1/responses/{each}").raise_for_status()
+        client.post("/v1/responses", json=body).raise_for_status()
+
+
+def test_y6_labels_and_notes_count_and_come_in_pages_of_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Y6: memories are stored bytes, a note is bounded, and a page of them too."""
+    monkeypatch.setattr(sessions, "PAGE_BYTES", 10_000)
+    ada = new_key("ada", stored_bytes=100_000)
+    with (
+        opened(toy(), store=tmp_path) as rt,
+        live_server(rt, keys=Keys([ada[1]])) as server,
+        server.client(ada[0]) as client,
+    ):
+        client.post("/v1/sessions", json={"name": "one"}).raise_for_status()
+        refused = client.post("/v1/sessions/one/label", json={"label": "long", "note": "x" * 4097})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "note")
+        with pytest.raises(InvalidInputError, match="4096 characters, got one of 4097"):
+            rt.sessions.get("one", "ada").label("long", note="x" * 4097)
+        statuses = []
+        for number in range(40):
+            body = {"label": f"l{number}", "note": f"{number} " + "x" * 4000}
+            statuses.append(client.post("/v1/sessions/one/label", json=body).status_code)
+        kept = statuses.count(201)
+        assert statuses == [201] * kept + [507] * (40 - kept)
+        assert 20 < kept < 25
+        for text in (None, "xxx"):
+            labels, after, page = list[str](), None, {"has_more": True}
+            while page["has_more"]:
+                params = {"limit": 1000, "after": after, "text": text}
+                given = {name: value for name, value in params.items() if value is not None}
+                page = client.get("/v1/memories", params=given).raise_for_status().json()
+                assert 1 <= len(page["data"]) <= 2
+                labels += [memory["label"] for memory in page["data"]]
+                after = page["data"][-1]["address"]
+            assert labels == [f"l{number}" for number in range(kept)]
+        assert [each["label"] for each in client.get("/v1/memories?limit=1").json()["data"]] == ["l0"]
+        client.delete("/v1/memories", params={"address": after}).raise_for_status()
+        client.post("/v1/sessions/one/label", json={"label": "again", "note": "x"}).raise_for_status()

@@ -1,4 +1,4 @@
-"""A reply that repeats itself ends, with a reason of its own in every protocol's words; and priorities."""
+"""A reply that repeats itself ends, with a reason in every protocol's words and in ours; and priorities."""
 
 from __future__ import annotations
 
@@ -22,43 +22,44 @@ WORDS: dict[str, tuple[str, dict[str, Any], Callable[[dict[str, Any]], Any], Any
         "/v1/chat/completions",
         {"messages": SAID, "max_tokens": 99, **LOOP, **GUARD},
         lambda answer: answer["choices"][0]["finish_reason"],
-        "repetition",
+        "length",
     ),
     "completions": (
         "/v1/completions",
         {"prompt": "Hello", "max_tokens": 99, **LOOP, **GUARD},
         lambda answer: answer["choices"][0]["finish_reason"],
-        "repetition",
+        "length",
     ),
     "responses": (
         "/v1/responses",
         {"input": "Hello", "max_output_tokens": 99, "store": False, **LOOP, **GUARD},
         lambda answer: (answer["status"], answer["incomplete_details"], answer["output"][0]["status"]),
-        ("incomplete", {"reason": "repetition"}, "incomplete"),
+        ("incomplete", {"reason": "max_output_tokens"}, "incomplete"),
     ),
     "messages": (
         "/v1/messages",
         {"messages": SAID, "max_tokens": 99, **LOOP, **GUARD},
         lambda answer: answer["stop_reason"],
-        "repetition",
+        "max_tokens",
     ),
     "ollama": (
         "/api/chat",
         {"messages": SAID, "stream": False, "options": {"num_predict": 99, "loop_guard": 32, **LOOP}},
         lambda answer: answer["done_reason"],
-        "repetition",
+        "length",
     ),
 }
 
 
 @pytest.mark.parametrize("protocol", WORDS)
 def test_a_reply_that_repeats_itself_says_so(protocol: str, server: LiveServer) -> None:
-    """C7: every reply ends with a true reason."""
+    """C7, Y18: every reply ends with a true reason, in a word that the protocol's clients know."""
     path, body, ending, right = WORDS[protocol]
     with server.client() as client:
         answer = client.post(path, json=body)
         assert answer.status_code == 200, answer.text
         assert ending(answer.json()) == right
+        assert answer.json()["perdure"]["finish_reason"] == "repetition"
 
 
 def test_a_turn_that_was_ended_so_is_kept_and_read_back(tmp_path: Any) -> None:

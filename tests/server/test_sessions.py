@@ -12,7 +12,6 @@ import pytest
 
 from decode.observed import Turnstile, toy
 from perdure import Model
-from perdure.sessions.export import write_export
 from perdure.sessions.turn import Turn
 from server.live_server import LiveServer, check_freed, hello, live_server, opened, streamed, text_of
 
@@ -48,7 +47,7 @@ def say(client: httpx.Client, name: str, text: str, **more: Any) -> dict[str, An
 def said(client: httpx.Client, name: str) -> list[tuple[str, str]]:
     """Questions and answers of a session."""
     turns = client.get(f"{SESSIONS}/{name}/turns").json()["data"]
-    return [(turn["messages"][-1]["content"], turn["reply"]["content"]) for turn in turns]
+    return [(turn["messages"][-1]["content"], (turn["reply"] or {}).get("content", "")) for turn in turns]
 
 
 def test_a_session_is_made_once_read_and_deleted(client: httpx.Client, name: str) -> None:
@@ -175,6 +174,7 @@ def test_a_label_is_a_memory_that_can_be_woken(client: httpx.Client, name: str) 
     assert bad.status_code == 400
 
 
+@pytest.mark.extension("upkeep")
 @pytest.mark.parametrize("state", ["true", "false"])
 def test_a_session_can_be_taken_elsewhere(client: httpx.Client, name: str, state: str) -> None:
     say(client, name, "Hello")
@@ -260,7 +260,7 @@ def test_a_session_answers_one_turn_at_a_time(tmp_path: Path) -> None:
 
 
 def test_a_turn_whose_client_leaves_is_no_part_of_the_session_c1(tmp_path: Path) -> None:
-    """C1: the session is as it was, and goes on."""
+    """C1: its turns are as they were, and it goes on. The next turn keeps what was asked (C12)."""
     gate = Turnstile(is_open=True)
     endless = {"logit_bias": {"256": -100, "258": -100}, "max_tokens": 300}
     with opened(toy(gate=gate), store=tmp_path) as rt, live_server(rt) as server, server.client() as client:
@@ -277,7 +277,7 @@ def test_a_turn_whose_client_leaves_is_no_part_of_the_session_c1(tmp_path: Path)
         gate.open()
         assert [question for question, _ in said(client, "one")] == ["kept"]
         say(client, "one", "goes on")
-        assert [question for question, _ in said(client, "one")] == ["kept", "goes on"]
+        assert [question for question, _ in said(client, "one")] == ["kept", "left", "goes on"]
 
 
 def test_lists_come_in_pages(client: httpx.Client, name: str) -> None:
@@ -296,6 +296,7 @@ def test_lists_come_in_pages(client: httpx.Client, name: str) -> None:
     assert client.get(SESSIONS, params={"limit": 0}).status_code == 400
 
 
+@pytest.mark.extension("upkeep")
 def test_w3_an_import_says_what_was_taken_and_never_trusts_state(
     client: httpx.Client, name: str, tmp_path: Path, zoo_path: Callable[[str], Path]
 ) -> None:
@@ -315,10 +316,13 @@ def test_w3_an_import_says_what_was_taken_and_never_trusts_state(
     assert "another store wrote it" in answer["left_out"]["state"]
 
 
+@pytest.mark.extension("upkeep")
 @pytest.mark.parametrize("bad", ["a/b", "x" * 201, "line\nend", "end\n"])
 def test_a_name_in_a_file_must_be_one_that_can_be_asked_for(
     bad: str, client: httpx.Client, tmp_path: Path
 ) -> None:
+    from perdure.ext.upkeep.export import write_export
+
     start = Turn(kind="start", messages=())
     path = write_export(tmp_path / "x", [start], None, name=bad, kind="session", settings={})
     refused = client.post(f"{SESSIONS}/import", content=path.read_bytes(), headers=FILE)
@@ -334,18 +338,24 @@ def test_a_name_in_a_file_must_be_one_that_can_be_asked_for(
     assert client.delete(f"{SESSIONS}/{named.json()['name']}").status_code == 200
 
 
+@pytest.mark.extension("upkeep")
 @pytest.mark.parametrize("settings", [{"seed": 2**70}, {"namespace": "bob"}, {"stop": 5}])
 def test_settings_in_a_file_that_no_turn_could_have_are_refused(
     settings: dict[str, Any], client: httpx.Client, tmp_path: Path
 ) -> None:
+    from perdure.ext.upkeep.export import write_export
+
     start = Turn(kind="start", messages=())
     path = write_export(tmp_path / "x", [start], None, name="odd", kind="session", settings=settings)
     assert client.post(f"{SESSIONS}/import", content=path.read_bytes(), headers=FILE).status_code == 400
     assert client.get(f"{SESSIONS}/odd").status_code == 404
 
 
+@pytest.mark.extension("upkeep")
 def test_a_file_of_a_newer_format_is_the_files_fault(client: httpx.Client, tmp_path: Path) -> None:
     """I4: one flipped bit of a file says so as well, and nobody should try it again later."""
+    from perdure.ext.upkeep.export import write_export
+
     start = Turn(kind="start", messages=())
     path = write_export(tmp_path / "x", [start], None, name="new", kind="session", settings={})
     data = path.read_bytes()
@@ -363,3 +373,23 @@ def test_a_memory_address_with_a_huge_number_is_400(client: httpx.Client) -> Non
         assert woken.status_code == 400
     address = f"perdure://x/{'9' * 20}#here"
     assert client.delete("/v1/memories", params={"address": address}).status_code == 400
+
+
+def test_a_session_is_given_a_title_a_folder_and_a_pin(client: httpx.Client, name: str) -> None:
+    def listed(which: str) -> tuple[str, str, bool]:
+        [row] = [each for each in client.get(SESSIONS).json()["data"] if each["name"] == which]
+        return row["title"], row["folder"], row["pinned"]
+
+    assert listed(name) == ("", "", False)
+    answer = client.patch(f"{SESSIONS}/{name}", json={"title": "A walk", "folder": "Home"})
+    assert answer.status_code == 200, answer.text
+    assert client.patch(f"{SESSIONS}/{name}", json={"pinned": True}).status_code == 200
+    assert listed(name) == ("A walk", "Home", True)
+    assert client.get(f"{SESSIONS}/{name}").json()["title"] == "A walk"
+    # A fork begins with its title and folder.
+    assert client.post(f"{SESSIONS}/{name}/fork", json={"name": f"{name}~2"}).status_code == 201
+    assert listed(f"{name}~2") == ("A walk", "Home", False)
+    assert client.patch(f"{SESSIONS}/{name}", json={"folder": "", "pinned": False}).status_code == 200
+    assert listed(name) == ("A walk", "", False)
+    assert client.patch(f"{SESSIONS}/{name}", json={"title": "x" * 201}).status_code == 400
+    assert client.patch(f"{SESSIONS}/nobody", json={"title": "x"}).status_code == 404

@@ -17,9 +17,8 @@ import pytest
 
 import perdure
 from perdure import Runtime
-from perdure.sessions.store.sqlite.backup import back_up, restore
-from perdure.worker.process import RestartPolicy
 from perdure.worker.remote import RemoteBackend
+from perdure.worker.restart_policy import RestartPolicy
 from server.live_server import LiveServer, hello, live_server, opened
 
 CHAT = "/v1/chat/completions"
@@ -149,11 +148,14 @@ class Talker(threading.Thread):
                 self.progress.release()
 
 
+@pytest.mark.extension("upkeep")
 def test_a_store_changes_its_model_at_random_under_load_and_no_conversation_loses_anything(
     zoo_path: ZooPath, tmp_path: Path
 ) -> None:
     """H10, S1, W≡C: every acknowledged turn is there, in its order; what is computed anew after the last
     switch is what kept state gives; and each model finds state of its own again."""
+    from perdure.ext.upkeep.backup import back_up, restore
+
     store = tmp_path / "store"
     names = ["one", "two"]
     acknowledged: dict[str, list[str]] = {name: [] for name in names}

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from starlette.types import Message
 
 from perdure.server.core.follow import EventResponse, Sink
-from perdure.server.core.protocol import SSE, Event, Events, EventTemplate, event
+from perdure.server.core.protocol import SSE, Events, EventTemplate, ProtocolEvent, event
 from perdure.server.core.settings import Limits
 from perdure.server.direct_write import AnswerTransport
 from perdure.server.http_server import bind
@@ -60,7 +60,7 @@ class Told:
             self.ended.append("events")
 
     def keep_alive(self) -> Events:
-        return [Event(b"", b"{}")]
+        return [ProtocolEvent(b"", b"{}")]
 
     def close(self) -> None:
         self.ended.append("closed")
@@ -75,7 +75,7 @@ def test_silence_is_filled_and_a_client_that_leaves_ends_the_events() -> None:
     """H2."""
 
     async def work(sink: Sink) -> None:
-        await sink.send([Event(b"", b"1")])
+        await sink.send([ProtocolEvent(b"", b"1")])
         await asyncio.Event().wait()
 
     async def run() -> list[bytes]:
@@ -95,7 +95,7 @@ def test_silence_is_filled_and_a_client_that_leaves_ends_the_events() -> None:
 
 def test_an_error_between_events_is_raised_once_everything_has_ended() -> None:
     async def work(sink: Sink) -> None:
-        await sink.send([Event(b"", b"1")])
+        await sink.send([ProtocolEvent(b"", b"1")])
         raise ValueError("broken")
 
     async def run() -> None:

@@ -59,6 +59,7 @@ def test_s9_a_file_on_its_way_lies_in_the_store_for_its_owner_alone(
             assert client.get("/health").status_code == 200
 
 
+@pytest.mark.extension("upkeep")
 def test_nothing_of_a_file_is_left_behind(server: LiveServer, tmp_path: Path) -> None:
     data = exported(server)
     with server.client() as client:
@@ -82,6 +83,7 @@ class Usage(NamedTuple):
     free: int
 
 
+@pytest.mark.extension("upkeep")
 def test_s5_an_upload_leaves_room_on_the_disk_for_conversations(
     server: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,8 +28,8 @@ from perdure.errors import (
     StoreReadOnlyError,
 )
 from perdure.sessions.history import TurnPage, TurnReference
-from perdure.sessions.info import SessionInfo, SessionMemory, Tree, TreeTurn, parse_turn_id, turn_id
-from perdure.sessions.store.base import RESPONSE, UNLISTED, NamespaceSize, Quota
+from perdure.sessions.info import Record, SessionInfo, SessionMemory, Tree, TreeTurn, parse_turn_id, turn_id
+from perdure.sessions.store.base import PENDING, RECORDS, RESPONSE, NamespaceSize, Noted, Quota
 from perdure.sessions.turn import FIRST, Turn
 
 
@@ -54,6 +54,8 @@ class Data:
 
     turns: dict[int, Row] = field(default_factory=dict)
     sessions: dict[int, SessionInfo] = field(default_factory=dict)
+    records: dict[int, Record] = field(default_factory=dict)
+    """Those that stand at no turn."""
     memories: dict[int, tuple[SessionMemory, int]] = field(default_factory=dict)
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     tokens: dict[int, int] = field(default_factory=dict)
@@ -74,6 +76,7 @@ class MemoryStore:
         self.readonly = readonly
         self.is_shared = shared
         self.key: bytes | None = b"k" * 32
+        self.key_store = None
         self._data = data
         self._leases: dict[int, int] = {}
         self._quotas: dict[str, Quota] = {}
@@ -97,7 +100,7 @@ class MemoryStore:
         with self._changing() as data:
             if replaces is not None:
                 self._delete(replaces)
-            if self._named(namespace, name) is not None:
+            if self._named(namespace, name, kind) is not None:
                 raise SessionExistsError(f"there is a session {name!r} already")
             if head is not None:
                 self._check(head, digest)
@@ -123,13 +126,38 @@ class MemoryStore:
             return info
 
     def find(self, namespace: str, name: str) -> SessionInfo:
-        found = self._named(_text(namespace), _text(name))
-        if found is None:
-            raise SessionNotFoundError(f"there is no session {name!r}")
-        return found
+        for kind in ("session", RESPONSE):
+            found = self._named(_text(namespace), _text(name), kind)
+            if isinstance(found, SessionInfo):
+                return found
+        raise SessionNotFoundError(f"there is no session {name!r}")
 
     def has(self, namespace: str, name: str) -> bool:
-        return self._named(_text(namespace), _text(name)) is not None
+        found = (self._named(_text(namespace), _text(name), kind) for kind in ("session", RESPONSE))
+        return any(each is not None for each in found)
+
+    def put(self, namespace: str, kind: str, name: str, body: Mapping[str, Any]) -> Record:
+        with self._changing() as data:
+            if self._named(namespace, name, kind) is not None:
+                raise SessionExistsError(f"there is a {kind} {name!r} already")
+            number, now = next(data.numbers), time.time()
+            data.records[number] = Record(
+                number=number,
+                namespace=_text(namespace),
+                name=_text(name),
+                kind=kind,
+                origin=_plain(body),
+                created=now,
+                updated=now,
+            )
+            self._check_quota(namespace)
+            return data.records[number]
+
+    def record(self, namespace: str, kind: str, name: str) -> Record:
+        found = self._named(_text(namespace), _text(name), kind)
+        if found is None:
+            raise SessionNotFoundError(f"there is no {kind} {name!r}")
+        return found
 
     def list(
         self,
@@ -147,15 +175,20 @@ class MemoryStore:
             return [
                 info
                 for info in found
-                if info.kind not in UNLISTED
+                if info.kind not in RECORDS
                 and (namespace is None or info.namespace == namespace)
                 and (after is None or _order(info) < _order(after))
-                and (text is None or _has(info.name, text) or self._said(info.head, text))
+                and (
+                    text is None
+                    or _has(info.name, text)
+                    or _has(str(info.origin.get("title", "")), text)
+                    or self._said(info.head, text)
+                )
             ][:limit]
 
-    def expired(self, before: float, *, limit: int, kind: str = RESPONSE) -> builtins.list[tuple[str, str]]:
+    def expired(self, before: float, *, limit: int, kind: str) -> builtins.list[tuple[str, str]]:
         with self._reading() as data:
-            old = sorted(data.sessions.values(), key=_order)
+            old = sorted([*data.sessions.values(), *data.records.values()], key=_order)
             found = [each for each in old if each.kind == kind and each.updated < before]
             return [(each.namespace, each.name) for each in found[:limit]]
 
@@ -179,6 +212,7 @@ class MemoryStore:
                 numbers.append(parent)
             for each in (session, follower):
                 if each is not None:
+                    self._settle(each)
                     self._stand(each, parent)
             self._check_quota(session.namespace)
             return numbers
@@ -188,15 +222,47 @@ class MemoryStore:
             self._fence(session)
             self._standing(session, expected)
             self._check(head, digest)
+            self._settle(session)
             self._stand(session, head)
 
-    def note(self, session: SessionInfo, origin: Mapping[str, Any]) -> SessionInfo:
+    def note(self, record: Noted, origin: Mapping[str, Any], *, bounded: bool = True) -> Noted:
         with self._changing() as data:
-            now = replace(self._standing(session), origin=_plain(origin))
-            data.sessions[now.number] = now
+            rows: Any = data.records if record.number in data.records else data.sessions
+            if record.number not in rows:
+                raise SessionNotFoundError(f"session {record.name!r} was deleted")
+            now: Noted = replace(rows[record.number], origin=_plain(origin))
+            rows[now.number] = now
+            if bounded:
+                self._check_quota(record.namespace)
             return now
 
-    def delete(self, session: SessionInfo) -> None:
+    def pend(self, session: SessionInfo, body: Mapping[str, Any] | None) -> Record | None:
+        with self._changing() as data:
+            self._fence(session)
+            self._standing(session)
+            self._settle(session)
+            if body is None:
+                return None
+            number, now = next(data.numbers), time.time()
+            data.records[number] = Record(
+                number=number,
+                namespace=session.namespace,
+                name=str(session.number),
+                kind=PENDING,
+                origin=_plain(body),
+                created=now,
+                updated=now,
+            )
+            return data.records[number]
+
+    def pending(self, session: SessionInfo) -> Record | None:
+        return self._named(session.namespace, str(session.number), PENDING)
+
+    def _settle(self, session: Record) -> None:
+        if (pending := self._named(session.namespace, str(session.number), PENDING)) is not None:
+            del self._data.records[pending.number]
+
+    def delete(self, session: Record) -> None:
         with self._changing():
             self._fence(session)
             self._delete(session)
@@ -291,6 +357,7 @@ class MemoryStore:
                 number=next(data.numbers),
             )
             data.memories[made.number] = (made, at.head)
+            self._check_quota(session.namespace)
             return made
 
     def memories(
@@ -335,7 +402,7 @@ class MemoryStore:
 
     # One at a time.
 
-    def take(self, session: SessionInfo) -> bool:
+    def take(self, session: Record) -> bool:
         with self._reading() as data:
             if data.holders.get(session.number) is not None:
                 return False
@@ -345,7 +412,7 @@ class MemoryStore:
             )
             return True
 
-    def release(self, session: SessionInfo) -> None:
+    def release(self, session: Record) -> None:
         data = self._data
         with data.lock:
             if self._leases.pop(session.number, None) == data.tokens.get(session.number):
@@ -391,27 +458,28 @@ class MemoryStore:
         if self.readonly:
             raise StoreReadOnlyError("the store was opened for reading")
         with self._reading() as data:
-            before = dict(data.turns), dict(data.sessions), dict(data.memories)
+            before = dict(data.turns), dict(data.sessions), dict(data.memories), dict(data.records)
             try:
                 yield data
             except BaseException:
-                data.turns, data.sessions, data.memories = before
+                data.turns, data.sessions, data.memories, data.records = before
                 raise
 
-    def _fence(self, session: SessionInfo) -> None:
+    def _fence(self, session: Record) -> None:
         """Refuse a holder whose lease ran out and was taken by another."""
         token = self._leases.get(session.number)
         if token is not None and token != self._data.tokens[session.number]:
             raise SessionError(f"session {session.name!r} was taken over by another: nothing was done")
 
-    def _named(self, namespace: str, name: str) -> SessionInfo | None:
+    def _named(self, namespace: str, name: str, kind: str) -> Record | None:
         with self._reading() as data:
-            for info in data.sessions.values():
-                if (info.namespace, info.name) == (namespace, name):
+            for info in (*data.sessions.values(), *data.records.values()):
+                same = info.kind == kind if kind in RECORDS else info.kind not in RECORDS
+                if same and (info.namespace, info.name) == (namespace, name):
                     return info
             return None
 
-    def _standing(self, session: SessionInfo, expected: int | None = None) -> SessionInfo:
+    def _standing(self, session: Record, expected: int | None = None) -> SessionInfo:
         now = self._data.sessions.get(session.number)
         if now is None or (now.namespace, now.name) != (session.namespace, session.name):
             raise SessionNotFoundError(f"session {session.name!r} was deleted")
@@ -426,8 +494,11 @@ class MemoryStore:
         )
         self._prune(now.head)
 
-    def _delete(self, session: SessionInfo) -> None:
+    def _delete(self, session: Record) -> None:
+        if self._data.records.pop(session.number, None) is not None:
+            return
         now = self._standing(session)
+        self._settle(session)
         del self._data.sessions[now.number]
         self._prune(now.head)
 
@@ -503,11 +574,16 @@ class MemoryStore:
     def _size(self, namespace: str) -> NamespaceSize:
         sessions = [info for info in self._data.sessions.values() if info.namespace == namespace]
         rows = {row.number: row for info in sessions for row in self._path(info.head)}
+        own = [each for each in self._data.memories.values() if each[0].namespace == namespace]
+        counted = rows | {row.number: row for _, head in own for row in self._path(head)}
+        texts = [row.text for row in counted.values()]
+        texts += [memory.session + memory.label + memory.kind + memory.note for memory, _ in own]
+        texts += [info.name + json.dumps([dict(info.settings), dict(info.origin)]) for info in sessions]
         return NamespaceSize(
             namespace=namespace,
             sessions=len(sessions),
             turns=sum(row.depth > 0 for row in rows.values()),
-            nbytes=sum(len(row.text) for row in rows.values()),
+            nbytes=sum(256 + len(text) for text in texts),
         )
 
     def _check_quota(self, namespace: str) -> None:
@@ -520,7 +596,7 @@ class MemoryStore:
                 raise QuotaError("this key has stored as much as it may", needed=total, limit=most)
 
 
-def _order(info: SessionInfo) -> tuple[float, int]:
+def _order(info: Record) -> tuple[float, int]:
     return info.updated, info.number
 
 

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from inside import inside
 from perdure import ChatReply, ContextOverflow, Session, SessionNotFoundError
+from perdure.extension import extensions
 from perdure.sessions.turn import transcript
 from sessions.talking import Talk, talking
 from subjects import Subject
@@ -225,7 +226,7 @@ def life(subject: Subject, **settings: Any) -> type[RuleBasedStateMachine]:
         @rule(name=st.sampled_from(KEYS), other=st.sampled_from(KEYS), state=st.booleans())
         def move(self, name: Key, other: Key, state: bool) -> None:
             """Out into a file, and in under another name."""
-            if name in self.known and other not in self.known:
+            if "upkeep" in extensions() and name in self.known and other not in self.known:
                 path = self.session(name).export(self.base / "moved", state=state)
                 result = self.talk.rt.sessions.import_(path, other[1], namespace=other[0])
                 assert "tokens" not in result.left_out

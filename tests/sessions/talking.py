@@ -47,7 +47,7 @@ class Hold:
             self._go_on.wait()
         return view.copy()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self._go_on.set()
 
 

@@ -87,6 +87,7 @@ def test_s8_a_session_with_adapters_wakes_to_its_own_state(
         assert warm.text == first.text
 
 
+@pytest.mark.extension("upkeep")
 def test_s7_an_export_names_no_adapter_file(files: tuple[Any, str, str], tmp_path: Path) -> None:
     """S7, I1: nor does an import have one read."""
     model, one, two = files

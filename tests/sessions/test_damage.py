@@ -18,7 +18,6 @@ from perdure import CorruptStateError, SessionError, StateError, StoreDamagedErr
 from perdure.sessions.sessions import Sessions
 from perdure.sessions.store.sql import tables
 from perdure.sessions.store.sql import tables as schema_module
-from perdure.sessions.store.sqlite.repair import FOUND, Verification, verify
 from perdure.sessions.store.sqlite.store import FILE, MARK, MIGRATIONS, SqliteStore
 from perdure.sessions.turn import Turn
 from perdure.testing.toy import ToyModel
@@ -172,8 +171,10 @@ def beginning(found: Told, right: Told) -> bool:
     return found == right[: len(found)] or len(found) == 1
 
 
-def mended(folder: Path, known: Known) -> Verification:
+def mended(folder: Path, known: Known) -> Any:
     """`perdure sessions verify` keeps what can be proved, and nothing that cannot."""
+    from perdure.ext.upkeep.repair import FOUND, Verification, verify
+
     try:
         found = verify(folder, lambda done, total: None)
     except StoreError as error:
@@ -216,16 +217,19 @@ def flips_of_the_database(store: Path, damaged: Damaged, sampled: int, bits: ran
     assert seen > sampled // 10
 
 
+@pytest.mark.extension("upkeep")
 def test_a_flipped_bit_in_the_database_is_refused_or_changes_nothing(closed: Path, damaged: Damaged) -> None:
     """S2: every byte of its header, and sampled places of its pages."""
     flips_of_the_database(closed, damaged, 120, range(1))
 
 
+@pytest.mark.extension("upkeep")
 @pytest.mark.soak
 def test_flipped_bits_in_the_database_for_long(closed: Path, damaged: Damaged) -> None:
     flips_of_the_database(closed, damaged, 4000, range(8))
 
 
+@pytest.mark.extension("upkeep")
 @pytest.mark.parametrize(
     "change",
     [
@@ -237,6 +241,7 @@ def test_d1_numbers_that_are_damaged_are_found_and_mended(
     change: str, closed: Path, damaged: Damaged
 ) -> None:
     """With them nothing new could be kept: a store is not sound then, though all its turns are."""
+    from perdure.ext.upkeep.repair import verify
 
     def spoil(folder: Path) -> None:
         with closing(sqlite3.connect(folder / FILE)) as db, db:
@@ -252,6 +257,7 @@ def test_d1_numbers_that_are_damaged_are_found_and_mended(
         store.check_counts()
 
 
+@pytest.mark.extension("upkeep")
 def test_a_damaged_description_of_a_table_is_found_and_mended(closed: Path, damaged: Damaged) -> None:
     """S2: all turns can be read, but no change would be taken any more."""
     at = (closed / FILE).read_bytes().index(b"REFERENCES turn (number)") + len("REFERENCES turn (numbe")
@@ -263,6 +269,7 @@ def test_a_damaged_description_of_a_table_is_found_and_mended(closed: Path, dama
     assert everything(folder) == known
 
 
+@pytest.mark.extension("upkeep")
 def test_a_database_that_is_cut_short_is_refused(closed: Path, damaged: Damaged) -> None:
     """At every page, and within each."""
     known = everything(closed)
@@ -375,6 +382,7 @@ def changed(statement: str) -> Callable[[Path], None]:
     return change
 
 
+@pytest.mark.extension("upkeep")
 @pytest.mark.parametrize("column", ["text = 'x'", "tokens = x'01000000'", "messages = '['", "seed = 9"])
 def test_verify_keeps_the_turns_before_a_damaged_one(closed: Path, damaged: Damaged, column: str) -> None:
     """The error names session and turn; then what was before it, and whoever else shares it, is whole."""
@@ -398,6 +406,7 @@ def test_verify_keeps_the_turns_before_a_damaged_one(closed: Path, damaged: Dama
     assert aside.read_bytes() == (damaged(closed, changed(statement)) / FILE).read_bytes()
 
 
+@pytest.mark.extension("upkeep")
 @pytest.mark.parametrize("column", ["digest = x'00'", "seal = x'00'", "depth = 7"])
 def test_verify_puts_right_what_only_says_where_a_turn_is(
     closed: Path, damaged: Damaged, column: str
@@ -408,11 +417,14 @@ def test_verify_puts_right_what_only_says_where_a_turn_is(
     assert everything(folder) == known
 
 
+@pytest.mark.extension("upkeep")
 @pytest.mark.parametrize("column", ["head = 5", "name = 'alicf'", "settings = '{}'", "namespace = 'yours!'"])
 def test_a_session_that_is_not_what_it_was_is_not_given_to_anybody(
     closed: Path, damaged: Damaged, column: str
 ) -> None:
     """What was said in it is kept, where only whoever has the store finds it."""
+    from perdure.ext.upkeep.repair import FOUND
+
     known = everything(closed)
     folder = damaged(closed, changed(f"UPDATE session SET {column} WHERE number = 1"))
     with closing(Sessions(folder, readonly=True)) as sessions, pytest.raises(CorruptStateError):
@@ -434,9 +446,12 @@ def test_a_session_that_is_not_what_it_was_is_not_given_to_anybody(
     assert ("", "alice") not in everything(folder)
 
 
+@pytest.mark.extension("upkeep")
 def test_a_repair_that_was_interrupted_is_finished(
     closed: Path, damaged: Damaged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from perdure.ext.upkeep.repair import verify
+
     known = everything(closed)
     replace, stops = os.replace, 0
     while True:
@@ -468,7 +483,10 @@ def test_a_repair_that_was_interrupted_is_finished(
 # Registers of before, and of nobody.
 
 
+@pytest.mark.extension("upkeep")
 def test_a_database_of_before_there_were_seals_is_taken_over(closed: Path, tmp_path: Path) -> None:
+    from perdure.ext.upkeep.repair import verify
+
     known = everything(closed)
     old = tmp_path / "old"
     old.mkdir()
@@ -532,8 +550,11 @@ def test_a_turn_that_is_believed_unproved_is_found(
         read(folder, known, equal)
 
 
+@pytest.mark.extension("upkeep")
 def test_a_damaged_session_goes_on_after_verify(toy: Subject, tmp_path: Path) -> None:
     """W≡C on what is left: state that is kept of the lost turns is not taken for it."""
+    from perdure.ext.upkeep.repair import verify
+
     with talking(toy, tmp_path) as talk:
         s = talk.session("alice")
         for text in ("One, which takes a while to say", "Two, and so does this", "Three"):

@@ -72,7 +72,7 @@ def test_d2_a_turn_that_is_cancelled_leaves_all_turns_where_they_were(
             next(iter(job))
             hold.reached.wait()
             job.cancel()
-            hold.let_go()
+            hold.release()
         reply = job.reply()
         assert (reply.finish_reason, reply.kept, reply.text if at == "summary" else "") == (
             "cancelled",

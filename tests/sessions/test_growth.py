@@ -18,8 +18,7 @@ from perdure import CorruptStateError, Message
 from perdure.chat.transcript import Transcript
 from perdure.sessions import turn as turn_module
 from perdure.sessions.sessions import Sessions
-from perdure.sessions.store.base import STREAM
-from perdure.sessions.store.registry import verify
+from perdure.sessions.store.base import RESPONSE, STREAM
 from perdure.sessions.store.sql.tables import row_checksum, turn_checksum
 from perdure.sessions.store.sqlite.store import SqliteStore
 from perdure.sessions.turn import FIRST, Turn, transcript
@@ -99,15 +98,18 @@ def test_moving_about_reads_as_much_in_a_long_session(
 
 
 CHANGES: dict[str, tuple[Callable[[Any], object], int]] = {
-    "append": (lambda s: s.append("More"), 9),
+    "append": (lambda s: s.append("More"), 11),
     "fork": (lambda s: s.fork("b"), 8),
-    "rewind": (lambda s: s.rewind(1), 8),
+    "rewind": (lambda s: s.rewind(1), 9),
 }
 
 
+@pytest.mark.extension("upkeep")
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_takes_few_statements(change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No row is read back for its checksum or its size: that took a tenth of a fork's time."""
+    from perdure.ext.upkeep.store import verify
+
     with Sessions(tmp_path) as sessions:
         sessions.store.create("", "a", chain(3))
         session = sessions.get("a")
@@ -284,8 +286,8 @@ LISTS: dict[str, tuple[str, Callable[[SqliteStore], object]]] = {
     "the first page": ("session_latest", lambda store: store.list("", limit=7)),
     "a later page": ("session_latest", lambda store: store.list("", limit=7, after=store.find("", "a"))),
     "of all namespaces": ("session_all", lambda store: store.list(limit=7)),
-    "expired responses": ("session_response", lambda store: store.expired(1e12, limit=4)),
-    "expired streams": ("session_stream", lambda store: store.expired(1e12, limit=4, kind=STREAM)),
+    "expired responses": ("record_age", lambda store: store.expired(1e12, limit=4, kind=RESPONSE)),
+    "expired streams": ("record_age", lambda store: store.expired(1e12, limit=4, kind=STREAM)),
     "memories": ("memory_order", lambda store: store.memories("", limit=7)),
 }
 
@@ -321,14 +323,14 @@ def test_stored_responses_expire_a_few_at_a_time(tmp_path: Path, monkeypatch: py
         sessions.create("kept")
         made = [sessions.respond(f"r{number}", {"how": "response"}).name for number in range(10)]
         with index_of(sessions).writing():
-            index_of(sessions).run("UPDATE session SET seal = x'00' WHERE name = 'r0'")
-        sessions.expire_responses(3600)
+            index_of(sessions).run("UPDATE record SET seal = x'00' WHERE name = 'r0'")
+        sessions.expire(RESPONSE, 3600)
         assert all(sessions.store.has("", name) for name in made[1:])
         left = []
         for _ in range(5):
             # As if an hour had passed.
-            sessions.expire_responses(-3600)
-            left.append([name for _, name in sessions.store.expired(1e12, limit=100)])
+            sessions.expire(RESPONSE, -3600)
+            left.append([name for _, name in sessions.store.expired(1e12, limit=100, kind=RESPONSE)])
         assert left[0] == ["r0", *made[4:]]
         assert left[-1] == ["r0"]
         assert [info.name for info in sessions.list()] == ["kept"]
@@ -346,7 +348,7 @@ def test_a_clock_that_jumps_ends_no_fresh_response(
         made = [sessions.respond(f"r{number}", {"how": "response"}).name for number in range(6)]
         monkeypatch.setattr(time, "time", lambda: real() + max(0.0, jump))
         for _ in range(3):
-            sessions.expire_responses(30 * 86400.0)
+            sessions.expire(RESPONSE, 30 * 86400.0)
         assert all(sessions.store.has("", name) for name in made)
 
 

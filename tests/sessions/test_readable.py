@@ -22,7 +22,6 @@ from perdure.chat.formats.registry import family
 from perdure.chat.message import Tool, ToolCall
 from perdure.chat.parsing.json_scanner import Malformed
 from perdure.sessions.sessions import Sessions
-from perdure.sessions.store.sqlite.backup import back_up, restore
 from perdure.sessions.store.sqlite.store import SqliteStore
 from perdure.testing.toy import ToyModel
 from server.live_server import live_server, opened
@@ -105,6 +104,7 @@ def act(sessions: Sessions, what: str, value: Any) -> None:
         sessions.respond(value[0], value[1], after=session, kind="session")
 
 
+@pytest.mark.extension("upkeep")
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     st.lists(
@@ -124,6 +124,8 @@ def test_i7_whatever_the_library_accepts_is_read_back(acts: list[tuple[str, Any]
 
 
 def check_read_back(folder: Path, written: dict[tuple[str, str], Any]) -> None:
+    from perdure.ext.upkeep.backup import back_up, restore
+
     with Sessions(folder / "store") as sessions:
         assert everything(sessions) == written
         for number, (namespace, name) in enumerate(written):
@@ -185,6 +187,7 @@ POSTS = st.one_of(
 )
 
 
+@pytest.mark.extension("upkeep")
 def test_i7_whatever_a_protocol_accepts_is_read_back(tmp_path: Path) -> None:
     with opened(ToyModel(), n_ctx=512, store=tmp_path / "store") as rt:
         with live_server(rt) as server, server.client() as client:
@@ -241,9 +244,12 @@ def test_x2_what_could_not_be_read_again_is_not_stored(what: str, toy: Subject, 
         assert [turn.messages[0].content for turn in talk.session("alice").history()] == ["One", "Two"]
 
 
+@pytest.mark.extension("upkeep")
 def test_x2_a_backup_with_a_turn_that_cannot_be_read_brings_the_others_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from perdure.ext.upkeep.backup import back_up, restore
+
     with Sessions(tmp_path / "store") as sessions:
         for name in ("alice", "bob"):
             sessions.create(name, namespace=name).append("Hello")
@@ -265,6 +271,7 @@ def test_x2_a_backup_with_a_turn_that_cannot_be_read_brings_the_others_back(
             assert [turn.messages[0].content for turn in sessions.get(name, name).history()] == ["Hello"]
 
 
+@pytest.mark.extension("families")
 @pytest.mark.parametrize(
     ("name", "opener", "text"),
     [
@@ -287,6 +294,7 @@ def test_x3_a_call_whose_name_or_id_does_not_encode_is_malformed(name: str, open
         parser.push(text)
 
 
+@pytest.mark.extension("upkeep")
 def test_x4_a_turn_with_an_infinite_bias_is_exported_and_imported(toy: Subject, tmp_path: Path) -> None:
     with talking(toy, tmp_path / "store") as talk:
         session = talk.session("alice")
@@ -297,6 +305,7 @@ def test_x4_a_turn_with_an_infinite_bias_is_exported_and_imported(toy: Subject, 
         json.dumps(turn.to_json(), allow_nan=False)
 
 
+@pytest.mark.extension("upkeep")
 def test_x4_what_older_versions_wrote_is_exported_and_imported(tmp_path: Path) -> None:
     odd = {"logit_bias": {"5": -math.inf}, "note": HALF}
     with Sessions(tmp_path / "store") as sessions:
@@ -308,7 +317,10 @@ def test_x4_what_older_versions_wrote_is_exported_and_imported(tmp_path: Path) -
     assert read == turn
 
 
+@pytest.mark.extension("upkeep")
 def test_x16_a_backup_needs_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from perdure.ext.upkeep.backup import back_up, restore
+
     with Sessions(tmp_path / "store") as sessions:
         sessions.create("alice").append("Hello")
 

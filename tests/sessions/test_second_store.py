@@ -34,7 +34,7 @@ def second_store(monkeypatch: pytest.MonkeyPatch) -> None:
         data = folders.setdefault(folder, Data()) if folder is not None else Data()
         return MemoryStore(data, readonly=readonly, shared=folder is not None)
 
-    monkeypatch.setitem(registry.STORES, "folder", opened)
+    monkeypatch.setattr(registry, "open_folder", opened)
 
 
 @pytest.fixture

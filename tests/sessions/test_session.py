@@ -33,6 +33,7 @@ from perdure import (
     StoreLockedError,
 )
 from perdure.backend import LocalBackend
+from perdure.engine_config import EngineConfig
 from perdure.sessions.store.sqlite.store import SqliteStore
 from perdure.sessions.turn import Turn
 from perdure.testing.toy import Faults, ToyModel
@@ -294,7 +295,7 @@ def test_a_turn_that_is_cancelled_before_it_is_read_leaves_the_session_as_it_was
         hold.reached.wait()
         job = s.submit("A message that is read for a while, for it is rather long", **ASK)
         job.cancel()
-        hold.let_go()
+        hold.release()
         reply = job.reply()
         assert (reply.finish_reason, reply.tokens) == ("cancelled", ())
         assert (reply.kept, reply.not_kept) == (False, "the turn ended by cancelled")
@@ -339,7 +340,7 @@ def test_a_turn_that_is_cancelled_in_its_reply_leaves_the_session_as_it_was(
         next(stream)
         hold.reached.wait()
         stream.close()
-        hold.let_go()
+        hold.release()
         assert (s.turns, s.tokens) == (1, before)
         assert talk.say(s, "What now?").kept
         assert s.turns == 2
@@ -607,7 +608,7 @@ def test_a_store_has_one_engine_and_several_writers(toy: Subject, tmp_path: Path
     with talking(toy, tmp_path) as talk:
         talk.say(talk.session("alice"), "Hello")
         with pytest.raises(StoreLockedError, match="in use by another runtime of this process"):
-            Runtime(LocalBackend(toy.model, n_ctx=64, slots=1), store=tmp_path)
+            Runtime(LocalBackend(toy.model, EngineConfig(n_ctx=64, slots=1)), store=tmp_path)
         with contextlib.closing(SqliteStore(tmp_path)) as writer:
             writer.create("", "bob", [Turn(kind="start", messages=())])
         assert [row.name for row in talk.rt.sessions.list()] == ["bob", "alice"]

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from cluster.servers import PostgresServer
-from perdure import Message, QuotaError, SessionError, Turn
+import perdure
+from perdure import InvalidInputError, Message, QuotaError, SessionError, SessionNotFoundError, Turn
+from perdure.sessions.history import TurnReference
 from perdure.sessions.info import SessionInfo
 from perdure.sessions.store.base import Quota, SessionStore
-from perdure.sessions.store.postgres.place import stand_in
-from perdure.sessions.store.registry import open_store
+from perdure.sessions.store.registry import open_store, store_folder
+from perdure.sessions.store.sql.database import COUNTED
+from perdure.sessions.store.sqlite.store import SqliteStore
+from perdure.testing.toy import ToyModel
 from sessions.memory_store import Data, MemoryStore
 
 Open = Callable[[], SessionStore]
 START = Turn(kind="start", messages=())
 
 
-@pytest.fixture(params=["sqlite", "memory", "postgres"])
+@pytest.fixture(params=["sqlite", "memory"])
 def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
     """Opens the same store, as another process would."""
     data, stores = Data(), list[SessionStore]()
-    if request.param == "postgres":
-        server: PostgresServer = request.getfixturevalue("postgres")
-        stand_in(server.url(tmp_path))
 
     def opened() -> SessionStore:
         stores.append(MemoryStore(data) if request.param == "memory" else open_store(tmp_path))
@@ -108,7 +110,8 @@ def test_x20_turns_that_sessions_share_count_once_and_for_as_long_as_one_has_the
     for number in range(5):
         store.create("a", f"fork {number}", head=info.head, digest=info.digest)
     [now] = store.sizes()
-    assert (now.nbytes, now.sessions, now.turns) == (size.nbytes, 6, 3)
+    assert (now.sessions, now.turns) == (6, 3)
+    assert now.nbytes - size.nbytes < 5 * 500, "a fork counts for itself, and not for the turns it shares"
     store.limit("a", Quota(nbytes=now.nbytes))
     store.delete(info)
     with pytest.raises(QuotaError):
@@ -116,6 +119,43 @@ def test_x20_turns_that_sessions_share_count_once_and_for_as_long_as_one_has_the
     for number in range(5):
         store.delete(store.find("a", f"fork {number}"))
     created(store, "two", 1)
+
+
+def test_y5_a_quota_counts_what_sessions_and_memories_have_besides_turns(opened: Open) -> None:
+    """Y5, Y6: origins, settings, labels and notes count as turns do, and count no more once they are gone."""
+    store = opened()
+    info = created(store, "one", 1)
+    at = TurnReference(info.head, info.digest, info.depth)
+    [empty] = store.sizes()
+    big = "x" * 10_000
+    grown: list[Callable[[], object]] = [
+        lambda: store.note(info, {"metadata": big}),
+        lambda: store.label(info, at, "l", "k", big),
+        lambda: store.create("a", "two", head=info.head, digest=info.digest, origin={"o": big}),
+        lambda: store.create("a", "two", head=info.head, digest=info.digest, settings={"o": big}),
+    ]
+    for grow in grown:
+        store.limit("a", Quota(nbytes=empty.nbytes + 9_000))
+        with pytest.raises(QuotaError):
+            grow()
+        assert store.sizes() == [empty], "what is refused counts for nothing"
+        store.limit("a", None)
+        grow()
+        [now] = store.sizes()
+        assert now.nbytes - empty.nbytes >= 10_000
+        # As it was.
+        store.note(info, {})
+        for memory in store.memories("a"):
+            store.forget(memory)
+        if store.has("a", "two"):
+            store.delete(store.find("a", "two"))
+        assert store.sizes() == [empty]
+    store.label(info, at, "l", "k", big)
+    store.label(info, at, "l", "k", "")
+    [now] = store.sizes()
+    assert now.nbytes - empty.nbytes < 1_000, "a memory in the place of another counts alone"
+    store.limit("a", Quota(nbytes=now.nbytes))
+    store.note(info, {"ended": "failed"}, bounded=False)
 
 
 def test_x7_a_search_finds_what_was_said_before_a_fork_and_in_pages(opened: Open) -> None:
@@ -136,10 +176,27 @@ def test_x7_a_search_finds_what_was_said_before_a_fork_and_in_pages(opened: Open
     assert len(store.list("a", text="xxx", limit=70)) == 70
     assert [each.name for each in store.list("a", text="S14", limit=3)] == ["s149", "s148", "s147"]
     assert store.list("b", text="needle") == []
+    store.note(store.find("a", "s7"), {"title": "A Journey to Lisbon"})
+    assert [each.name for each in store.list("a", text="lisbon")] == ["s7"]
     pages: list[SessionInfo] = []
     while page := store.list("a", text="x", limit=40, after=pages[-1] if pages else None):
         pages += page
     assert len(pages) == len({each.name for each in pages}) == 151
+
+
+def test_a_session_that_another_has_changed_is_not_changed_by_what_was_read_before(opened: Open) -> None:
+    """Two that stand at one turn: the second to say something is refused, and so is a move."""
+    store, other = opened(), opened()
+    info = created(store, "s", 2)
+    whole = turns(4)
+    store.add(info, whole[2:3], parent=info.head, expected=info.head)
+    moved = other.head(info)
+    with pytest.raises(SessionError, match="changed meanwhile: nothing was done"):
+        other.add(info, whole[2:4], parent=info.head, expected=info.head)
+    with pytest.raises(SessionError, match="changed meanwhile: nothing was done"):
+        other.move(info, info.head, digest=info.digest, expected=info.head)
+    assert other.head(info) == moved
+    assert store.page(moved, "s", after=0) == whole[:3]
 
 
 def test_a_session_is_taken_by_one_at_a_time(opened: Open) -> None:
@@ -176,3 +233,84 @@ def test_a_holder_that_slept_through_its_lease_is_refused() -> None:
     second.add(info, more, parent=info.head, expected=info.head)
     second.release(info)
     assert first.take(info)
+
+
+OURS = {
+    ("turn", "kind"),
+    ("turn", "finish_reason"),
+    ("turn", "digest"),
+    ("turn", "seal"),
+    ("session", "seal"),
+    ("record", "seal"),
+    ("memory", "seal"),
+    ("memory", "digest"),
+    ("register", "id"),
+    ("counter", "name"),
+    ("counter", "seal"),
+    ("usage", "namespace"),
+}
+"""Columns of texts and bytes of whose length no client has a say."""
+
+
+def test_every_column_that_a_client_can_fill_is_counted_y5_y6(tmp_path: Path) -> None:
+    """Y5, Y6 (class 2): a new column, or a new table, fails here until it counts or has a reason."""
+    with closing(SqliteStore(tmp_path)), closing(sqlite3.connect(tmp_path / "sessions.sqlite")) as database:
+        tables = [name for (name,) in database.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")]
+        columns = {
+            (table, name)
+            for table in tables
+            for _, name, kind, *_ in database.execute(f"PRAGMA table_info({table})")
+            if kind in ("TEXT", "BLOB", "")
+        }
+    counted = {(table, name) for table, names in COUNTED.items() for name in names}
+    assert columns == counted | OURS
+    assert not counted & OURS
+
+
+def test_c12_a_session_has_one_pending_turn_until_it_moves_on_or_goes(opened: Open) -> None:
+    store, other = opened(), opened()
+    info = created(store, "one", 1)
+    [empty] = store.sizes()
+    store.limit("a", Quota(sessions=1, nbytes=empty.nbytes))
+    assert store.pending(info) is None
+    first = store.pend(info, {"asked": "x" * 1000})
+    assert first is not None
+    assert other.pending(info) == first
+    # It is part of a session, and no quota refuses it.
+    assert [size.sessions for size in store.sizes()] == [1]
+    assert store.note(first, {"asked": "y"}, bounded=False).origin == {"asked": "y"}
+    assert store.list("a") == [info]
+    second = store.pend(info, {"asked": "z"})
+    # What was written down before never comes back.
+    with pytest.raises(SessionNotFoundError):
+        store.note(first, {"asked": "late"})
+    assert other.pending(info) == second
+    store.limit("a", None)
+    [turn] = turns(1, before=turns(1)[-1])
+    [number] = store.add(info, [turn], parent=info.head, expected=info.head)
+    assert other.pending(info) is None
+    store.pend(info, {"asked": "z"})
+    store.move(info, info.head, digest=info.digest, expected=number)
+    assert other.pending(info) is None
+    store.pend(info, {"asked": "z"})
+    assert store.pend(info, None) is None
+    assert other.pending(info) is None
+    assert store.sizes() == [empty]
+    store.pend(info, {"asked": "z"})
+    store.delete(info)
+    assert other.pending(info) is None
+    if isinstance(store, SqliteStore):
+        store.check_counts()
+
+
+def test_the_url_of_a_server_that_nothing_opens_is_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidInputError, match="no extension opens nosuch://…: install") as raised:
+        store_folder("nosuch://me:secret@there/chats")
+    assert "secret" not in str(raised.value)
+    with pytest.raises(InvalidInputError):
+        perdure.open(ToyModel(), store="nosuch://there/chats")
+    assert list(tmp_path.iterdir()) == []
+    assert store_folder("a:b/c") == Path("a:b/c")

@@ -14,7 +14,6 @@ import pytest
 
 import perdure
 from perdure import models
-from perdure.sessions.store.registry import verify
 
 WRITER = """
 import json, sys
@@ -103,6 +102,8 @@ def check_whole(replies: list[str], book: Book) -> None:
 def run(
     model: Path, store: Path, *, chapters: int, parts: int, tokens: int, n_ctx: int, threads: int
 ) -> Book:
+    from perdure.ext.upkeep.store import verify
+
     book = Book(model, store, n_ctx=n_ctx, tokens=tokens, threads=threads)
     for chapter in range(1, chapters + 1):
         book.write(chapter, parts, kill_after=parts - 1 if chapter % 3 == 0 else None)
@@ -111,6 +112,7 @@ def run(
     return book
 
 
+@pytest.mark.extension("upkeep")
 def test_d1_three_chapters_outlive_folds_sleeps_restarts_and_a_kill(
     zoo_path: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -119,6 +121,7 @@ def test_d1_three_chapters_outlive_folds_sleeps_restarts_and_a_kill(
     assert (len(book.acknowledged), book.kills) == (11, 1)
 
 
+@pytest.mark.extension("upkeep")
 @pytest.mark.soak
 @pytest.mark.model
 def test_ten_chapters_of_a_real_model_are_read_back_whole(tmp_path: Path) -> None:

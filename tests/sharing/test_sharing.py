@@ -6,12 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 import perdure
-from perdure import EngineError, StoreLockedError
+from perdure import EngineError, PerdureError, StoreLockedError
+from perdure.events.background import FAILURES
 from perdure.testing.toy import ToyModel
 from perdure.worker import attached
 from sharing.programs import Program, hold_file, program
@@ -79,7 +81,7 @@ def test_a_turn_of_a_program_that_was_killed_frees_its_session(store: Path) -> N
         assert second.hear() == {"begun": True}
         second.kill()
         assert first.ask("say", "s", "hello")["kept"]
-        assert first.ask("turns", "s") == ["hello"]
+        assert first.ask("turns", "s") == ["long", "hello"], "what was asked is kept as a cancelled turn"
 
 
 def test_what_another_program_deleted_is_gone_here_too(store: Path) -> None:
@@ -119,7 +121,7 @@ def test_a_reply_of_another_program_is_finished_before_the_engine_goes(store: Pa
 
 @pytest.mark.parametrize("others", [1, 2])
 def test_when_the_first_is_killed_the_others_go_on(store: Path, tmp_path: Path, others: int) -> None:
-    """S1: what was kept is there; a reply that was cut is told as an error, and not kept."""
+    """S1: what was kept is there; a reply that was cut is told as an error, and its question stays."""
     with program(store, pace=0.02) as first:
         assert first.ask("say", "s", "hello")["kept"]
         with program(store) as second, program(store) as third:
@@ -131,7 +133,7 @@ def test_when_the_first_is_killed_the_others_go_on(store: Path, tmp_path: Path, 
             assert f"process {first.process.pid}" in cut["message"]
             for one in (second, third)[:others]:
                 assert one.ask("say", "s", f"again {others}")["kept"]
-            assert third.ask("turns", "s") == ["hello"] + [f"again {others}"] * others
+            assert third.ask("turns", "s") == ["hello", "long"] + [f"again {others}"] * others
             assert [second.ask("holder"), third.ask("holder")].count(None) == 1
 
 
@@ -250,3 +252,29 @@ def test_programs_that_start_at_once_share(store: Path) -> None:
         for each in programs:
             each.process.kill()
             each.process.communicate()
+
+
+def test_whoever_waits_for_an_engine_hears_that_none_comes(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that was to find the next engine failed: it says so, and nobody waits for it."""
+    template = store.parent / "chat.jinja"
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    with (
+        program(store, pace=0.05) as first,
+        perdure.open(ToyModel(), store=store, template=template) as second,
+    ):
+
+        def fail() -> None:
+            raise SystemExit(1)
+
+        monkeypatch.setattr(second.backend, "_move", fail)
+        before = FAILURES["perdure-attached"]
+        stream = second.submit("Hello", max_tokens=500)
+        first.kill()
+        with pytest.raises(PerdureError):
+            stream.reply()
+        with pytest.raises(PerdureError):
+            second.generate("Hello", max_tokens=1)
+        assert FAILURES["perdure-attached"] == before + 1
+        FAILURES["perdure-attached"] = before

@@ -34,7 +34,6 @@ from perdure.cache.tiers.disk import DiskTier
 from perdure.decode.request import KeptPrefix
 from perdure.memory import MEMORY_KINDS, FullAttention, MemorySpec
 from perdure.sessions.store.sql.tables import row_checksum, turn_values
-from perdure.sessions.store.sqlite.repair import repair, verify
 from perdure.sessions.store.sqlite.store import MIGRATIONS as SESSION_MIGRATIONS
 from perdure.sessions.store.sqlite.store import SqliteStore
 from perdure.sessions.turn import Turn
@@ -407,6 +406,9 @@ def check_session(runtime: perdure.Runtime, name: str, told: int, possible: Sequ
     assert len(said) >= told
     kind = runtime.model.memory.name
     assert [turn.text for turn in session.history()] == replies(kind, *said)
+    if (pending := session.pending) is not None:
+        assert pending.messages[-1].content == possible[len(said)]
+        session.discard()
     assert session.say("and now", **SAY).text == replies(kind, *said, "and now")[-1]
 
 
@@ -508,6 +510,12 @@ def older_sessions(version: int) -> Scenario:
             assert store.index.rows("PRAGMA user_version") == [(len(SESSION_MIGRATIONS),)]
             assert store.has("", "alice") or "created" not in acks
             assert store.has("", "old") or not version
+            for kept in folder.glob("sessions.version-*.sqlite"):
+                # The copy from before is whole, however often the migration was begun.
+                with closing(sqlite3.connect(kept)) as db:
+                    assert db.execute("SELECT name FROM session").fetchall() == [("old",)] * bool(version)
+                    assert db.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+            assert (folder / f"sessions.version-{version}.sqlite").exists() or not version
             for row in store.list():
                 assert len(store.chain(row.head, row.name)[1]) == 1
             # Whatever was interrupted, no number is given out again.
@@ -536,6 +544,8 @@ def damaged_prepare(folder: Path) -> None:
 
 
 def damaged_act(folder: Path, ack: Ack) -> None:
+    from perdure.ext.upkeep.repair import repair
+
     repair(folder)
     ack("mended")
     with closing(SqliteStore(folder)) as store:
@@ -544,6 +554,8 @@ def damaged_act(folder: Path, ack: Ack) -> None:
 
 
 def damaged_check(folder: Path, acks: set[str]) -> None:
+    from perdure.ext.upkeep.repair import verify
+
     verify(folder, lambda done, total: None)
     with closing(SqliteStore(folder)) as store:
         found = {row.name: len(store.chain(row.head, row.name)[1]) for row in store.list()}
@@ -613,7 +625,7 @@ def tell_early() -> None:
 
 
 def sweep_nothing() -> None:
-    DiskTier._recover = lambda self, interrupted: None  # type: ignore[method-assign]
+    DiskTier._delete_leftovers = lambda self: None  # type: ignore[method-assign]
 
 
 FAULTS: dict[str, tuple[str, Callable[[], None]]] = {

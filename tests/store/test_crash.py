@@ -20,6 +20,11 @@ STEPS = {
     for name in SCENARIOS
 }
 
+NAMES = [
+    pytest.param(name, marks=pytest.mark.extension("upkeep")) if name == "session repair" else name
+    for name in SCENARIOS
+]
+
 
 @pytest.fixture
 def crash(shim: Path, tmp_path: Path) -> Callable[[str, int], dict[str, Any]]:
@@ -33,7 +38,7 @@ def crash(shim: Path, tmp_path: Path) -> Callable[[str, int], dict[str, Any]]:
     return crash
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", NAMES)
 def test_s1_a_kill_at_any_change_costs_nothing_that_was_told_to_be_done(
     name: str, crash: Callable[[str, int], dict[str, Any]]
 ) -> None:
@@ -45,7 +50,7 @@ def test_s1_a_kill_at_any_change_costs_nothing_that_was_told_to_be_done(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", NAMES)
 def test_s1_a_kill_at_every_single_change(name: str, crash: Callable[[str, int], dict[str, Any]]) -> None:
     found = crash(name, 1)
     # Threads may take turns otherwise than they did when the changes were counted.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from store import children
 
 # An audit hook cannot be taken back, so it lives in a process of its own.
@@ -13,9 +15,9 @@ from pathlib import Path
 
 import perdure
 from perdure.testing.toy import ToyModel
-from perdure.sessions.store.sqlite.backup import back_up, restore
+from perdure.ext.upkeep.backup import back_up, restore
 from perdure.sessions.store.sqlite.store import SqliteStore
-from perdure.sessions.store.sqlite.repair import verify
+from perdure.ext.upkeep.repair import verify
 
 folder, opened = Path(sys.argv[1]), []
 
@@ -51,5 +53,6 @@ assert not opened, opened
 """
 
 
+@pytest.mark.extension("upkeep")
 def test_x1_nothing_opens_a_database_file_beside_sqlite(tmp_path: Path) -> None:
     children.run(AUDITED, tmp_path)

@@ -42,6 +42,7 @@ def test_s1_calls_that_fail_from_any_point_on_cost_nothing_that_was_acknowledged
 FILES = RUN.replace("store.faults", "store.file_faults")
 
 
+@pytest.mark.extension("upkeep")
 @pytest.mark.parametrize("condition", ["full", "failing"])
 def test_files_beside_the_stores_are_whole_or_absent_whichever_write_fails(
     condition: str, shim: Path, tmp_path: Path
@@ -166,7 +167,7 @@ def test_a_clock_that_jumps_changes_neither_what_is_evicted_nor_how_long_a_prefi
         there = [disk.lookup(blocks[0].id) is not None for blocks in chains]
         assert there == [True, False, True, True]
     with perdure.open(ToyModel(), n_ctx=512, slots=1) as runtime:
-        pin = perdure.Pin(length=64, seconds=3600)
+        pin = perdure.KeptPrefix(length=64, seconds=3600)
         runtime.generate(PROMPT, max_tokens=1, pins=[pin])
         held = runtime.backend.slot_cache.kept.held  # type: ignore[attr-defined]
         monkeypatch.setattr(time, "time", lambda: real() + 10 * abs(jump))

@@ -16,9 +16,9 @@ import pytest
 
 from counting import sql_of
 from perdure.cache.block import Block, BlockId, chain
-from perdure.cache.prefix_search import ANY_TOKEN, key_of
+from perdure.cache.prefix_search import ANY_TOKEN
+from perdure.cache.tiers.codec import Encryption
 from perdure.cache.tiers.disk import DiskTier
-from perdure.cache.tiers.encryption import Encryption
 from perdure.cache.tiers.memory import MemoryTier
 from perdure.cache.tiers.tiered import Tiers
 from perdure.cache.tiers.write_behind import WriteBehind
@@ -82,25 +82,6 @@ def test_the_index_does_as_much_for_many_blocks(
     assert costs[0][0] == costs[1][0]
     # Where few are kept, there may be none on one side of a prompt.
     assert costs[0][1] <= costs[1][1] <= costs[0][1] + 1
-
-
-def test_an_encrypted_index_is_read_once_and_then_does_as_much_for_many_blocks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its rows are in no order: what follows a block is decrypted once, not for each conversation."""
-    costs = []
-    for size in SIZES:
-        disk = filled(tmp_path / str(size), size, Encryption(b"k" * 32, "key"))
-        key = key_of(block(77_777).tokens)
-        next(disk.children(ROOT, start=key), None)
-        with sql_of(monkeypatch) as sql:
-            next(disk.children(ROOT, start=key), None)
-            disk.store([block(88_888)])
-            disk.drop([block(3).id])
-            assert block(88_888).id in [meta.id for meta in disk.children(ROOT)]
-        disk.close()
-        costs.append(sql.rows)
-    assert costs[0] <= costs[1] <= costs[0] + 1
 
 
 PLANS = {

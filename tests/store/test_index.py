@@ -20,7 +20,7 @@ from perdure.errors import (
     StoreVersionError,
 )
 from perdure.store import index as index_module
-from perdure.store.index import APPLICATION, MIGRATIONS, Index, unopened
+from perdure.store.index import APPLICATION, MIGRATIONS, Index, TableCheck, unopened
 from store import children
 
 ADD = "INSERT INTO record (namespace, tokens, root) VALUES ('', ?, X'00')"
@@ -89,12 +89,30 @@ def test_a_migration_that_fails_leaves_the_version_before_it(
         patch.setattr(index_module, "MIGRATIONS", broken)
         with pytest.raises(StoreDamagedError):
             Index(path, readonly=False)
-        with pytest.raises(StoreReadOnlyError, match="open it once for writing"):
+        with pytest.raises(StoreDamagedError):
             Index(path, readonly=True)
         # What could be read stays readable for the perdure that wrote it.
     assert tables(path) == before
     with closing(Index(path, readonly=False)) as index:
         assert tokens(index) == {b"kept"}
+
+
+def test_y20_an_older_index_is_read_and_stays_as_it_is(path: Path) -> None:
+    """Y20: also where the folder cannot be written, and by a thread of the check."""
+    with closing(Index(path, readonly=False)) as index, index.writing():
+        index.run(ADD, b"kept")
+    before = path.read_bytes()
+    newer = (*MIGRATIONS, "CREATE TABLE more (x); INSERT INTO more VALUES (7)")
+    with closing(Index(path, readonly=True, migrations=newer)) as index:
+        assert tokens(index) == {b"kept"}
+        assert index.rows("SELECT x FROM more") == [(7,)]
+        with index.reading_apart() as rows:
+            assert rows("SELECT x FROM more") == [(7,)]
+        with closing(TableCheck(index, ["block", "more"])) as check:
+            check.wait()
+        with closing(Index(path, readonly=True, migrations=newer)) as second:
+            assert second.rows("SELECT x FROM more") == [(7,)]
+    assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize("readonly", [False, True])

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from perdure.backend import LocalBackend
+from perdure.backend import BlockStorage, LocalBackend
 from perdure.cache.tiers.archive import block_folders, model_folder
 from perdure.cache.tiers.disk import DiskTier
 from perdure.decode.request import Request
 from perdure.decode.stream import Stream, one_request
+from perdure.engine_config import EngineConfig
 from perdure.errors import StoreLockedError
 from perdure.request_options import Sampling
 from perdure.testing.toy import ToyModel
@@ -22,7 +23,10 @@ PROMPT = list(range(1, 200))
 
 def opened(folder: Path, seed: int = 0, **settings: Any) -> LocalBackend:
     return LocalBackend(
-        ToyModel(seed=seed), n_ctx=512, slots=1, store=folder, cache=1 << 24, own_model=True, **settings
+        ToyModel(seed=seed),
+        EngineConfig(n_ctx=512, slots=1, cache=1 << 24),
+        storage=BlockStorage(folder=folder, **settings),
+        own_model=True,
     )
 
 

@@ -72,6 +72,22 @@ def test_class_4_a_disk_that_is_really_full_loses_nothing_that_was_acknowledged(
     assert said(disk) == kept
 
 
+@pytest.mark.parametrize("readonly", [False, True])
+def test_y24_a_store_on_a_full_disk_says_that_the_disk_is_full(disk: Path, readonly: bool) -> None:
+    """Y24: not that it failed, where what SQLite maps into memory has no room."""
+    mount("-t", "tmpfs", "-o", "size=8m", "none", disk)
+    with opened(disk) as runtime:
+        assert runtime.session("alice").say("first", max_tokens=2).kept
+    filler = disk / "filler"
+    with suppress(OSError), filler.open("wb", buffering=0) as file:
+        while file.write(b"x" * 4096):
+            pass
+    with pytest.raises(StoreFullError, match="the disk is full"):
+        SqliteStore(disk / "store", readonly=readonly).close()
+    filler.unlink()
+    assert said(disk) == ["first"]
+
+
 def test_class_4_a_disk_that_becomes_read_only_loses_nothing_and_is_used_again(disk: Path) -> None:
     """As systems do where a disk fails: what is there is read, what is new is refused in words."""
     mount("-t", "tmpfs", "-o", "size=64m", "none", disk)

@@ -30,6 +30,7 @@ def open_to_others(folder: Path) -> list[str]:
     ]
 
 
+@pytest.mark.extension("upkeep")
 def test_s9_everything_in_a_store_is_for_its_owner_alone(tmp_path: Path) -> None:
     """0700 and 0600: databases with their logs, blocks, locks, keys, exports, and what a repair leaves."""
     home = tmp_path / "home"

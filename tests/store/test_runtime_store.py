@@ -28,6 +28,7 @@ from perdure.errors import (
 )
 from perdure.memory import FullAttention
 from perdure.request_options import Sampling
+from perdure.testing.toy import ToyModel
 from store import children
 from store.chains import files
 from store.checked_runtime import SETTINGS, kept
@@ -542,3 +543,16 @@ def test_a_runtime_may_be_closed_twice_and_by_another_hand(
     runtime.close()
     with perdure.open(find_subject("toy-full").model, store=tmp_path, n_ctx=64, slots=1):
         pass
+
+
+def test_a_wake_counts_as_no_request(tmp_path: Path) -> None:
+    """What requests reused and computed is told of requests alone."""
+    with perdure.open(ToyModel(), n_ctx=512, slots=1, store=tmp_path) as runtime:
+        session = runtime.session("ada")
+        session.say("A sentence that fills a block or two of state, so that some of it is kept. " * 2)
+        session.sleep()
+        before = runtime.cache.stats()
+        assert session.wake().reused > 0
+        after = runtime.cache.stats()
+    assert after.reused_tokens == before.reused_tokens
+    assert after.computed_tokens == before.computed_tokens

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from perdure.cache.block import Block, BlockId
+from perdure.cache.tiers.codec import PLAIN, Encryption
 from perdure.cache.tiers.disk import DiskTier
-from perdure.cache.tiers.encryption import SEAL_BYTES, Encryption
 from store.chains import SIZE, block, files, root, same
 from store.conftest import MEMORY
 
@@ -49,7 +49,7 @@ class Life(RuleBasedStateMachine):
     @property
     def more(self) -> int:
         """Bytes of a file besides those of its block."""
-        return 0 if self.encryption is None else SEAL_BYTES
+        return PLAIN.overhead if self.encryption is None else self.encryption.codec().overhead
 
     def size(self, block: Block) -> int:
         return block.file_size + self.more
@@ -183,16 +183,4 @@ class Life(RuleBasedStateMachine):
 TestLife = Life.TestCase
 TestLife.settings = settings(
     max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-)
-
-
-class EncryptedLife(Life):
-    """The same, where nothing that lies there can be read."""
-
-    encryption = Encryption(b"k" * 32, "key")
-
-
-TestEncryptedLife = EncryptedLife.TestCase
-TestEncryptedLife.settings = settings(
-    max_examples=20, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -12,6 +12,7 @@ import pytest
 
 import perdure
 from perdure.cache.block import Block, BlockId, BlockMeta
+from perdure.cache.tiers.archive import ArchiveTier
 from perdure.cache.tiers.disk import DiskTier
 from perdure.cache.tiers.write_behind import WriteBehind
 from perdure.errors import StoreError, StoreFullError
@@ -151,7 +152,7 @@ def test_what_was_turned_down_is_made_up_for_piece_by_piece(tmp_path: Path) -> N
     with behind(DiskTier(tmp_path, budget=PLENTY), limit=4 * blocks[0].nbytes) as writer:
         writer.store(blocks)
         assert writer.turned_down
-        writer.make_up(blocks)
+        writer.backfill(blocks)
         assert all(isinstance(writer.lookup(each.id), BlockMeta) for each in blocks)
 
 
@@ -160,12 +161,12 @@ def test_a_tier_that_fails_is_not_waited_for_to_make_up(tmp_path: Path) -> None:
     disk = Failing(tmp_path, StoreError("no"))
     with behind(disk, limit=4 * blocks[0].nbytes) as writer:
         writer.store(blocks)
-        writer.make_up(blocks)
+        writer.backfill(blocks)
         assert writer.error is not None
         disk.error = None
         writer.store(blocks[:1])
         writer.flush()
-        writer.make_up(blocks)
+        writer.backfill(blocks)
         assert all(isinstance(writer.lookup(each.id), BlockMeta) for each in blocks)
 
 
@@ -280,7 +281,9 @@ PROMPT = "a prompt that is longer than a block of tokens, and then some more of 
 
 
 def runtime_on(disk: Callable[[Path], DiskTier], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    monkeypatch.setattr("perdure.backend.DiskTier", lambda path, **_: disk(path))
+    # Imported before: it is a kind of disk, too.
+    assert issubclass(ArchiveTier, DiskTier)
+    monkeypatch.setattr("perdure.cache.tiers.disk.DiskTier", lambda path, **_: disk(path))
     return perdure.open(ToyModel(), n_ctx=512, slots=1, store=folder)
 
 

@@ -22,13 +22,13 @@ from inside import core_of
 from perdure import Context, Embedder, Runtime
 from perdure import open as open_runtime
 from perdure.engine.contract import Batch, Outcome
-from perdure.engine.model import Model as AnyModel
+from perdure.engine.model import EngineModel as AnyModel
 from perdure.engine.registry import open_model
 from perdure.memory import FullAttention, Hybrid, Recurrent, SlidingWindow
 from perdure.testing.toy import Faults, ToyModel
 from perdure.worker import service
-from perdure.worker.process import RestartPolicy
 from perdure.worker.remote import RemoteBackend
+from perdure.worker.restart_policy import RestartPolicy
 
 # Bytes that no text has and that the toy never writes: what happens when one is decoded.
 ABORT, SEGFAULT, EXIT, HANG, EAT, HOLD, ABORT_ONCE, DEFECT = 1, 2, 3, 4, 5, 6, 7, 8

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import select
 import socket
 import threading
 from collections.abc import Iterator
 
 import pytest
 
+from perdure.events.background import FAILURES
 from perdure.worker.connection import Connection, pack
 
 
@@ -118,3 +121,26 @@ def test_flush_returns_when_all_is_out(ends: tuple[Connection, Connection]) -> N
     here.flush(60)
     here.close()
     reader.join()
+
+
+def test_what_a_sender_left_is_sent_by_the_next(
+    ends: tuple[Connection, Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that waits for room in its place failed: the lock is free, and no frame is lost."""
+    here, there = ends
+    poll, left = select.poll, [SystemExit(1)]
+
+    def fail_once() -> select.poll:
+        if left:
+            raise left.pop()
+        return poll()
+
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    monkeypatch.setattr(select, "poll", fail_once)
+    before = FAILURES["perdure-connection"]
+    here.send(b"x" * (8 << 20))
+    while FAILURES["perdure-connection"] == before:
+        os.sched_yield()
+    FAILURES["perdure-connection"] = before
+    here.send(b"y")
+    assert [there.receive() for _ in range(2)] == [b"x" * (8 << 20), b"y"]

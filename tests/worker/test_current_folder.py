@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from perdure.models.wheel import pip_settings
 from worker.engines import isolated
 
 HOSTILE = ("perdure", "json", "pip", "numpy", "socket", "ctypes", "sitecustomize", "usercustomize")
@@ -34,10 +33,6 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_an_engine_in_a_child_runs_none_of_it(hostile: Path) -> None:
     with isolated("full") as rt:
         assert rt.generate("Hello", max_tokens=2, ignore_eos=True).usage.completion_tokens
-
-
-def test_asking_pip_runs_none_of_it(hostile: Path) -> None:
-    pip_settings()
 
 
 def test_the_command_runs_none_of_it(hostile: Path) -> None:

@@ -35,8 +35,8 @@ from perdure.cache.tiers.disk import DiskTier
 from perdure.memory import MEMORY_KINDS, MemorySpec
 from perdure.testing.toy import ToyModel
 from perdure.worker import remote as module
-from perdure.worker.process import RestartPolicy
 from perdure.worker.remote import RemotePrefixCache
+from perdure.worker.restart_policy import RestartPolicy
 from worker.engines import HOLD, LATER, QUICK, Hold, isolated, pid, remote
 
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "seed": 0}
@@ -258,7 +258,7 @@ def test_what_is_wrong_with_the_settings_is_raised_by_open(tmp_path: Path) -> No
     with pytest.raises(InvalidInputError, match="no option 'colour'"):
         isolated("full", colour="red")
     with pytest.raises(InvalidInputError, match="plain data"):
-        isolated("full", threads=lambda: 1)
+        isolated("full", trace=lambda: 1)
     with pytest.raises(perdure.ModelNotFoundError):
         perdure.open(tmp_path / "none.gguf", isolated=True)
 

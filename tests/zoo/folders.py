@@ -125,7 +125,7 @@ def write(name: str, folder: Path) -> Path:
 
 
 def _write_weights(config: Mapping[str, Any], path: Path, seed: str) -> None:
-    from perdure.engine.mlx import packages
+    from perdure.ext.mlx import packages
 
     packages.load()
     import mlx.core as mx

@@ -75,6 +75,10 @@ export interface SessionSummary {
   /** Of its last turn; empty before the first one. */
   model: string;
   tokens: number;
+  /** What a person calls it, and where it is filed. */
+  title: string;
+  folder: string;
+  pinned: boolean;
 }
 
 /** What the cache saved on one day of UTC. */
@@ -107,6 +111,16 @@ export interface SessionAnswer {
   turns: number;
   tokens: number;
   origin: Origin | null;
+  title: string;
+}
+
+/** What was asked of a session and is no turn of it: its reply is being written, or was interrupted. */
+export interface PendingTurn {
+  after: number;
+  messages: Message[];
+  reply: Message;
+  ended: string;
+  running: boolean;
 }
 
 export interface SessionState {
@@ -180,6 +194,12 @@ export interface MachineModel {
 /** A name that a model can be asked for by, and the adapter that this name adds to it. */
 export interface ModelName {
   id: string;
+  n_ctx: number;
+  architecture: string;
+  state: "unloaded" | "loading" | "ready" | "unloading";
+  memory_bytes: number | null;
+  /** What kept it from being loaded, the last time that it was tried. */
+  error: string | null;
   adapter: { name: string; scale: number } | null;
 }
 
@@ -235,6 +255,15 @@ export interface CatalogueEntry {
   context: number;
   purpose: string;
   licence: string;
+}
+
+/** How far the server is with fetching a model. */
+export interface Pull {
+  model: string;
+  state: "running" | "done" | "failed" | "cancelled";
+  completed: number;
+  total: number | null;
+  error: string;
 }
 
 export interface List<T> {
@@ -334,6 +363,10 @@ export async function post<T>(url: string, body: unknown = {}): Promise<T> {
 
 export async function remove(url: string, keepalive = false): Promise<void> {
   await request(url, { method: "DELETE", keepalive });
+}
+
+export async function patch<T>(url: string, body: unknown): Promise<T> {
+  return (await request(url, { ...json(body), method: "PATCH" })).json();
 }
 
 export function json(body: unknown): RequestInit {

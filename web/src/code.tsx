@@ -3,7 +3,9 @@
 import type { createLowlight } from "lowlight";
 import type { ComponentChildren } from "preact";
 import { useEffect, useState } from "preact/hooks";
+import { Check, Copy as CopyIcon } from "lucide-preact";
 import { notify } from "./notices";
+import { IconButton } from "./parts/Icon";
 import { texts } from "./texts";
 
 type Highlighter = ReturnType<typeof createLowlight>;
@@ -60,9 +62,5 @@ export function Copy({ text, label }: { text: string; label: string }) {
     mark(true);
     setTimeout(() => mark(false), SHOWN);
   };
-  return (
-    <button type="button" class="quiet" onClick={() => void copy()}>
-      {copied ? texts.talk.copied : label}
-    </button>
-  );
+  return <IconButton icon={copied ? Check : CopyIcon} label={copied ? texts.talk.copied : label} onClick={() => void copy()} />;
 }

@@ -1,10 +1,13 @@
 /** One conversation: its turns, the reply that is being written, and its place in the tree. */
 
 import { ApiError, get, path, post, query, remove } from "./api";
-import type { List, Message, Reuse, SessionAnswer, Timings, Turn } from "./api";
+import type { List, Message, PendingTurn, Reuse, SessionAnswer, Timings, Turn } from "./api";
 import { GROUP } from "./drawing";
+import { asModel, keepModel } from "./models";
+import { firstWords } from "./names";
 import { notifyError } from "./notices";
 import { open } from "./route";
+import { file } from "./sessions";
 import { asked, defaults, fromTurn, options, type Settings } from "./settings";
 import { Watched } from "./store";
 import { ReplyText, streamReply, type Begun, type TokenLogprob } from "./stream";
@@ -41,10 +44,30 @@ export interface Pending {
   accepted: boolean;
   /** Whether the conversation is too long for the context. */
   full: boolean;
+  /** Whether the server keeps it, as the session's pending turn. */
+  stored: boolean;
+}
+
+function wording(messages: Message[]): string {
+  return JSON.stringify(messages.map((message) => [message.role, message.content]));
 }
 
 /** Tells other tabs that a conversation has changed. */
 const channel = new BroadcastChannel("perdure");
+const UNSENT = "perdure-unsent/";
+
+/** Messages that got no reply, with the part of one that came: a reload of the tab keeps them. */
+function readUnsent(name: string): Pending[] {
+  const kept = JSON.parse(sessionStorage.getItem(UNSENT + name) ?? "[]") as Omit<Pending, "stopping">[];
+  return kept.map((each) => ({ ...each, stopping: false, reply: each.reply && new ReplyText(each.reply) }));
+}
+
+function keepUnsent(name: string, unsent: Pending[]): void {
+  const kept = unsent.map(({ reply, ...rest }) => ({ ...rest, reply: reply && { text: reply.text, reasoning: reply.reasoning } }));
+  if (kept.length) sessionStorage.setItem(UNSENT + name, JSON.stringify(kept));
+  else sessionStorage.removeItem(UNSENT + name);
+}
+
 /** Of replies that this tab saw, by session and turn. */
 const told = new Map<string, Told>();
 /** The turn that is to be shown of a conversation that is about to be opened. */
@@ -61,10 +84,15 @@ export function sameTurn(one: Turn, other: Turn): boolean {
 
 export class Conversation extends Watched {
   system: string | null = null;
+  title = "";
+  /** Of the conversation, as the server counted them last. */
+  tokens = 0;
   count = 0;
   turns: Turn[] = [];
   settings: Settings = defaults();
   pending: Pending | null = null;
+  /** What failed before the pending turn and waits to be sent again. */
+  unsent: Pending[] = [];
   tree: Tree | null = null;
   state: "new" | "loading" | "ready" | "gone" | "unreachable" = "new";
   busyElsewhere = false;
@@ -90,7 +118,10 @@ export class Conversation extends Watched {
     };
     if (aim !== null && aim.session === name) this.wanted = Math.max(1, aim.turn);
     aim = null;
-    if (name !== null) void this.load();
+    if (name !== null) {
+      this.unsent = readUnsent(name);
+      void this.load();
+    }
   }
 
   close(): void {
@@ -127,12 +158,16 @@ export class Conversation extends Watched {
     const session = await get<SessionAnswer>(path("sessions", name));
     const after = groupBefore(session.turns, FIRST);
     const page = await get<List<Turn>>(path("sessions", name, "turns") + query({ after, limit: MOST }));
+    const { pending } = await get<{ pending: PendingTurn | null }>(path("sessions", name, "pending"));
     const known = await options();
     if (this.closed || this.name !== name) return;
     this.system = session.system;
+    this.title = session.title;
+    this.tokens = session.tokens;
     this.turns = this.merged(page.data);
     this.count = after + page.data.length;
     this.settle();
+    this.takeStored(pending);
     const last = page.data[page.data.length - 1];
     if (last && this.state !== "ready") this.settings = fromTurn(last.settings, known);
     this.state = "ready";
@@ -155,11 +190,56 @@ export class Conversation extends Watched {
 
   /** Forget a turn that seemed to have failed and is there all the same: a server that stops keeps what it has. */
   private settle(): void {
-    const pending = this.pending;
-    const turn = this.turns.find((each) => each.turn === pending?.turn);
-    if (!pending || pending.error === null || !turn) return;
-    const said = (messages: Message[]) => JSON.stringify(messages.map((message) => [message.role, message.content]));
-    if (said(turn.messages) === said(pending.said)) this.pending = null;
+    const isKept = (each: Pending) =>
+      this.turns.some((turn) => turn.turn === each.turn && wording(turn.messages) === wording(each.said));
+    if (this.pending !== null && this.pending.error !== null && isKept(this.pending)) this.pending = null;
+    this.unsent = this.unsent.filter((each) => !isKept(each));
+    this.writeUnsent();
+  }
+
+  /** Show what the server keeps of a turn that was interrupted, in the place of what this tab knows of it. */
+  private takeStored(found: PendingTurn | null): void {
+    if (this.writing) return;
+    if (this.pending?.stored) this.pending = null;
+    this.busyElsewhere = false;
+    if (found === null) return;
+    if (found.running) {
+      this.busyElsewhere = true;
+      void this.untilFree();
+      return;
+    }
+    const isIt = (each: Pending) => wording(each.said) === wording(found.messages);
+    if (this.pending !== null && !isIt(this.pending)) this.unsent = [...this.unsent, this.pending];
+    this.unsent = this.unsent.filter((each) => !isIt(each));
+    const { content, reasoning_content } = found.reply;
+    const begun = { text: content ?? "", reasoning: reasoning_content ?? "" };
+    this.pending = {
+      turn: found.after + 1,
+      said: found.messages,
+      reply: begun.text || begun.reasoning ? new ReplyText(begun) : null,
+      stopping: false,
+      error: texts.talk.interrupted,
+      accepted: true,
+      full: false,
+      stored: true,
+    };
+    this.writeUnsent();
+  }
+
+  /** What failed, and is in this tab alone: the turn that is pending among it. */
+  private writeUnsent(): void {
+    if (this.name === null) return;
+    const last = this.pending !== null && this.pending.error !== null && !this.pending.stored ? [this.pending] : [];
+    keepUnsent(this.name, [...this.unsent, ...last]);
+  }
+
+  /** Give it another title. Its name, which is its address, stays. */
+  async rename(title: string): Promise<void> {
+    if (this.name === null || !title.trim()) return;
+    this.title = title.trim();
+    this.changed();
+    await file(this.name, { title: this.title });
+    channel.postMessage(this.name);
   }
 
   private failed(error: unknown): void {
@@ -228,10 +308,27 @@ export class Conversation extends Watched {
   // Talking.
 
   /** Whether the server has the message. Where it has not, it is the sender's to keep. */
-  async send(said: Message[]): Promise<boolean> {
-    if (this.name === null) await this.create(said);
-    const kept = await this.say("turns", {}, said, this.count + 1);
+  async send(said: Message[], words = said[0]?.content ?? ""): Promise<boolean> {
+    if (this.name === null) await this.create(words);
+    // What was interrupted becomes a turn before it.
+    const before = this.pending?.stored && wording(this.pending.said) !== wording(said) ? 1 : 0;
+    const kept = await this.say("turns", {}, said, this.count + before + 1);
     return kept || (this.pending?.accepted ?? true);
+  }
+
+  /** Have the turn answered that was interrupted: on behind what there is of it, or `again` from the start. */
+  async resume(again = false): Promise<void> {
+    const before = this.pending;
+    if (!before?.stored || this.name === null) return;
+    const pending = { ...before, reply: again ? null : before.reply, error: null };
+    await this.follow(path("sessions", this.name, "pending"), { again }, pending, null);
+  }
+
+  /** Have the server forget the turn that was interrupted. */
+  async discard(): Promise<void> {
+    if (!this.pending?.stored || this.name === null) return;
+    await remove(path("sessions", this.name, "pending")).catch(notifyError);
+    await this.refresh();
   }
 
   /** Write on where the last reply was cut. */
@@ -254,6 +351,8 @@ export class Conversation extends Watched {
     }
     this.turns = this.turns.slice(0, Math.max(0, turn - this.first));
     this.count = turn - 1;
+    this.unsent = [];
+    keepModel(from, name);
     this.name = name;
     for (const each of this.turns) {
       const known = told.get(`${from}/${each.turn}`);
@@ -278,18 +377,21 @@ export class Conversation extends Watched {
   }
 
   /** Forget a reply that failed; its message may be sent again. */
-  dismiss(): Pending | null {
-    const before = this.pending;
-    this.pending = null;
+  dismiss(failed: Pending): void {
+    if (this.pending === failed) this.pending = null;
+    this.unsent = this.unsent.filter((each) => each !== failed);
+    this.writeUnsent();
     this.changed();
-    return before;
   }
 
-  private async create(said: Message[]): Promise<void> {
-    const words = (said[0]?.content ?? "").toLowerCase().match(/[\p{L}\p{N}]+/gu) ?? [];
+  private async create(text: string): Promise<void> {
+    const words = text.toLowerCase().match(/[\p{L}\p{N}]+/gu) ?? [];
     const base = words.slice(0, 6).join("-").slice(0, 48) || "conversation";
-    const name = await numbered(base, "-", 1, (name) => post(path("sessions"), { name, system: this.system }));
+    const title = firstWords(text);
+    const name = await numbered(base, "-", 1, (name) => post(path("sessions"), { name, system: this.system, title }));
+    keepModel(null, name);
     this.name = name;
+    this.title = title;
     this.state = "ready";
     open({ view: "talk", session: name }, true);
   }
@@ -313,15 +415,25 @@ export class Conversation extends Watched {
       error: null,
       accepted: false,
       full: false,
+      stored: false,
     };
+    const old = this.pending;
+    if (old !== null && old.error !== null && !old.stored) this.unsent = [...this.unsent, old];
+    const request = { ...body, messages, ...asked(this.settings, goesOn) };
+    return this.follow(path("sessions", name, how), request, pending, begun);
+  }
+
+  /** Show a reply as it comes. Whether the turn is now part of the conversation. */
+  private async follow(url: string, request: object, pending: Pending, begun: Begun | null): Promise<boolean> {
+    const name = this.name!;
+    const { turn } = pending;
     this.pending = pending;
     this.busyElsewhere = false;
     this.changed();
     try {
-      const url = path("sessions", name, how);
-      const request = { ...body, messages, ...asked(this.settings, goesOn) };
-      const reply = await streamReply(url, request, begun, (reply) => {
-        pending.reply = reply;
+      const reply = await streamReply(url + asModel(name), request, begun, (reply) => {
+        // What is continued is shown until it comes again, with its first tokens.
+        if (reply.text || reply.reasoning || pending.reply === null) pending.reply = reply;
         pending.accepted = true;
         this.changed();
       });
@@ -339,11 +451,12 @@ export class Conversation extends Watched {
       }
       // What there is of it may have been kept all the same.
       if (reply.error) void this.untilBack();
-      const wording = reply.text || reply.reasoning ? texts.talk.brokeOff : texts.talk.failed;
-      pending.error = reply.error ? wording(reply.error) : texts.talk.notKept(extension?.not_kept ?? "");
+      const because = reply.text || reply.reasoning ? texts.talk.brokeOff : texts.talk.failed;
+      pending.error = reply.error ? because(reply.error) : texts.talk.notKept(extension?.not_kept ?? "");
     } catch (error) {
       await this.lost(error, pending);
     } finally {
+      this.writeUnsent();
       this.changed();
     }
     return false;

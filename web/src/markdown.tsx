@@ -1,6 +1,6 @@
 /** Markdown as elements. No text ever becomes markup: what is HTML in a reply is shown as the text it is. */
 
-import { Lexer, type MarkedExtension, type Token, type Tokens, Marked } from "marked";
+import { Lexer, type MarkedExtension, type Token, type Tokens, type TokensList, Marked } from "marked";
 import type { ComponentChildren, VNode } from "preact";
 import { memo } from "preact/compat";
 import { CodeBlock } from "./code";
@@ -13,7 +13,12 @@ interface MathToken {
   display: boolean;
 }
 
-const BLOCK = [/^\$\$([\s\S]+?)\$\$(?:\n|$)/, /^\\\[([\s\S]+?)\\\](?:\n|$)/];
+const BLOCK = [
+  ["$$", "$$"],
+  ["\\[", "\\]"],
+] as const;
+/** Of a formula that is a block: what only begins like one is not read to the end of the reply. */
+const LONGEST = 4000;
 const INLINE = [
   /^\$\$([^$\n]+?)\$\$/,
   /^\$(?!\s)((?:\\.|[^$\\\n])+?)(?<!\s)\$(?!\d)/,
@@ -21,10 +26,31 @@ const INLINE = [
   /^\\\[([^\n]+?)\\\]/,
 ];
 
-function math(source: string, patterns: RegExp[], display: boolean): MathToken | undefined {
-  for (const pattern of patterns) {
+function blockMath(source: string): MathToken | undefined {
+  for (const [open, close] of BLOCK) {
+    if (!source.startsWith(open)) continue;
+    let end = source.slice(0, LONGEST).indexOf(`${close}\n`, open.length + 1);
+    if (end < 0 && source.length <= LONGEST && source.endsWith(close)) end = source.length - close.length;
+    if (end <= open.length) continue;
+    const raw = source.slice(0, end + close.length + 1);
+    return { type: "math", raw, text: source.slice(open.length, end).trim(), display: true };
+  }
+  return undefined;
+}
+
+/** Where in a paragraph a formula begins that is a block. The rest of the reply is looked at when it comes. */
+function nextBlockMath(source: string): number | undefined {
+  for (const { index, 0: found } of source.matchAll(/\n(?:\n|\$\$|\\\[)/g)) {
+    if (found === "\n\n") return undefined;
+    if (blockMath(source.slice(index + 1))) return index;
+  }
+  return undefined;
+}
+
+function inlineMath(source: string): MathToken | undefined {
+  for (const pattern of INLINE) {
     const found = pattern.exec(source);
-    if (found) return { type: "math", raw: found[0], text: found[1]!.trim(), display };
+    if (found) return { type: "math", raw: found[0], text: found[1]!.trim(), display: false };
   }
   return undefined;
 }
@@ -34,21 +60,69 @@ const extension: MarkedExtension = {
     {
       name: "math",
       level: "block",
-      start: (source) => source.match(/\n(?:\$\$|\\\[)/)?.index,
-      tokenizer: (source) => math(source, BLOCK, true),
+      start: nextBlockMath,
+      tokenizer: blockMath,
     },
     {
       name: "math",
       level: "inline",
       start: (source) => source.match(/\$|\\[([]/)?.index,
-      tokenizer: (source) => math(source, INLINE, false),
+      tokenizer: inlineMath,
     },
   ],
 };
 const marked = new Marked({ gfm: true, breaks: false }, extension);
 
+const DEPTH = 24;
+/** How often a character may be read, in all: from every mark, marked reads on to the end of its paragraph. */
+const TIMES = 250;
+const LEAST = 4e6;
+const MARKS = /[*_`[\]<~$\\!@]|:\/\/|www\./g;
+/** A long word, which marked reads anew at each of its characters, in search of an address of mail. */
+const WORDS = /[^\s*_`[\]<~\\!@]{100,}/g;
+
+/** A lexer in a bounded time: what is too deep or too much of is a text. */
+class BoundedLexer extends Lexer {
+  private depth = 0;
+  private left = 0;
+
+  override lex(source: string): TokensList {
+    this.left = Math.max(LEAST, TIMES * source.length);
+    return super.lex(source);
+  }
+
+  override blockTokens(source: string, tokens?: Token[], clipped?: boolean): Token[];
+  override blockTokens(source: string, tokens?: TokensList, clipped?: boolean): TokensList;
+  override blockTokens(source: string, tokens: Token[] = [], clipped?: boolean): Token[] {
+    if (this.depth >= DEPTH) return plain(source, tokens);
+    return this.deeper(() => super.blockTokens(source, tokens, clipped));
+  }
+
+  override inlineTokens(source: string, tokens: Token[] = []): Token[] {
+    const words = [...source.matchAll(WORDS)].reduce((sum, [word]) => sum + word.length ** 2, 0);
+    const work = (source.match(MARKS)?.length ?? 0) * source.length + words;
+    if (this.depth >= DEPTH || work > this.left) return plain(source, tokens);
+    this.left -= work;
+    return this.deeper(() => super.inlineTokens(source, tokens));
+  }
+
+  private deeper(read: () => Token[]): Token[] {
+    this.depth += 1;
+    try {
+      return read();
+    } finally {
+      this.depth -= 1;
+    }
+  }
+}
+
+function plain(source: string, tokens: Token[]): Token[] {
+  if (source) tokens.push({ type: "text", raw: source, text: source });
+  return tokens;
+}
+
 export function lex(text: string): Token[] {
-  return new Lexer(marked.defaults).lex(text);
+  return new BoundedLexer(marked.defaults).lex(text);
 }
 
 const SAFE = /^(https?:|mailto:)/i;

@@ -42,7 +42,12 @@ export function dismiss(id: number): void {
 export const leaving = new Value<ReadonlySet<string>>(new Set());
 const pending = new Map<string, () => void>();
 
-export function deleteSession(name: string, restored: () => void, done: () => void = () => {}): void {
+export function deleteSession(
+  name: string,
+  restored: () => void,
+  done: () => void = () => {},
+  title = name,
+): void {
   leaving.value = new Set(leaving.value).add(name);
   const finish = (keepalive: boolean) => {
     if (!pending.delete(name)) return;
@@ -64,7 +69,7 @@ export function deleteSession(name: string, restored: () => void, done: () => vo
     restored();
   };
   const closed = () => finish(false);
-  const notice = add({ text: texts.sessions.deleted(name), kind: "info", undo, closed }, UNDO);
+  const notice = add({ text: texts.sessions.deleted(title), kind: "info", undo, closed }, UNDO);
 }
 
 function without(name: string): void {

@@ -1,6 +1,6 @@
 /** Settings of a conversation, as they are edited and as they are sent. */
 
-import { get, type List, type ModelName } from "./api";
+import { get, type List } from "./api";
 
 /** A setting of sampling, as the server defines it. */
 export interface Option {
@@ -25,12 +25,6 @@ export function options(): Promise<Option[]> {
     },
   );
   return loading;
-}
-
-/** The adapters that the server offers, with the scale that it has for each. */
-export async function adapters(): Promise<Record<string, number>> {
-  const names = await get<List<ModelName>>("/v1/models");
-  return Object.fromEntries(names.data.flatMap(({ adapter }) => (adapter ? [[adapter.name, adapter.scale]] : [])));
 }
 
 export interface Settings {

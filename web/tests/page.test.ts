@@ -124,6 +124,43 @@ describe("markdown", () => {
     expect(lex("\\[ x \\]")[0]!.type).toBe("math");
   });
 
+  interface Inner {
+    type: string;
+    raw: string;
+    tokens?: Inner[];
+    items?: Inner[];
+  }
+  const read = (text: string) => lex(text) as Inner[];
+  const depth = (tokens: Inner[] = []): number =>
+    1 + Math.max(0, ...tokens.flatMap((each) => [each, ...(each.items ?? [])]).map((each) => depth(each.tokens)));
+
+  it("is a text where it is too deep (Y21)", () => {
+    for (const text of ["- ".repeat(500), "> ".repeat(500), ">".repeat(20_000), "1. ".repeat(500), "*a ".repeat(500)]) {
+      const tokens = read(text);
+      expect(depth(tokens)).toBeLessThan(80);
+      expect(tokens.map((each) => each.raw).join("").trim() === text.trim()).toBe(true);
+    }
+    expect(depth(read("- a\n  - b\n    - **c**"))).toBeGreaterThan(4);
+  });
+
+  it("is a text where it would take long to read (Y22)", () => {
+    const hostile = ["_a ", "[a](", "**a ", "`a", "![", "a@", "<a ", "~a ", "$a ", "http://a", "[a][b", "\\(a "];
+    for (const text of [...hostile.map((each) => each.repeat(20_000)), "a".repeat(60_000)]) {
+      const tokens = read(`so ${text}\n\nand **this**`);
+      const [first, last] = [tokens[0]!.tokens!, tokens.at(-1)!.tokens!];
+      expect(first.map((each) => each.type)).toEqual(["text"]);
+      expect(first[0]!.raw.trim() === `so ${text}`.trim()).toBe(true);
+      expect(last.map((each) => each.type)).toEqual(["text", "strong"]);
+    }
+    for (const text of ["$$a\n", "\\[a\n"]) expect(read(text.repeat(15_000))).toHaveLength(1);
+  });
+
+  it("of a long reply is drawn as ever (Y22)", () => {
+    const paragraph = "Some *words* with `code`, [a link](https://example.org/) and $x^2$. ".repeat(20);
+    for (const each of read(`${paragraph}\n\n`.repeat(100)).filter((each) => each.type === "paragraph"))
+      expect(each.tokens!.filter((inner) => inner.type !== "text")).toHaveLength(80);
+  });
+
   it("follows only addresses that are safe", () => {
     for (const bad of ["javascript:alert(1)", " JaVaScRiPt:x", "data:text/html,x", "vbscript:x", "file:///etc", "/v1/x"])
       expect(safeLink(bad)).toBeUndefined();

@@ -2,11 +2,11 @@
 
 block          tokens with their state, named by a chained hash; prefixes made of them
 prefix_search  the blocks that follow one, sorted by their tokens; to which lengths a prefix can be put back
-eviction       what a block or a slot is worth: who goes first where there is no room
-kept_prefixes  prefixes that somebody asked to keep, for a time or without an end, and what goes with them
+eviction       what a block or a slot is worth: which one is evicted first
+kept_prefixes  prefixes that callers asked to keep, for a time or without an end, and what goes with them
 tiers/         where blocks lie: memory, disk, any number of others in order; searched as one
 block_cache    sequences as blocks: cut, stored in the tiers, looked up by their tokens
 slots/         what the engine's sequences hold, swapped in and out
-cache_view     what the slots and the tiers hold, told without moving any of it
+cache_view     what the slots and the tiers hold, listed without moving any of it
 prefix_cache   `rt.cache`: warm a prefix, ask what is held, clear it
 """

@@ -140,7 +140,7 @@ class Block:
             MAGIC,
             VERSION,
             len(self.tokens),
-            # Damaged in memory, it may be anything: the checksum then tells.
+            # A block that was damaged in memory may be anything: its checksum shows that.
             self.start % 2**64,
             0 if self.rows is None else self.rows.nbytes // max(1, len(self.tokens)),
             self.rows is not None,
@@ -188,7 +188,7 @@ class Block:
         if block_id(BlockId(parent), tokens) != name or (expected is not None and name != expected):
             raise CorruptStateError("a block file is not the block that it is named")
         if not n_tokens or start >= 2**63:
-            raise CorruptStateError(f"a block file of {n_tokens} tokens from token {start} on cannot be")
+            raise CorruptStateError(f"a block file claims to hold {n_tokens} tokens from token {start}")
         rows = tail_state = None
         if has_rows:
             body = view[_HEAD + 4 * n_tokens : rows_end]

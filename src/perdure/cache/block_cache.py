@@ -41,7 +41,6 @@ from perdure.engine.context import Context
 from perdure.engine.contract import Capture
 from perdure.engine.parallel import spread, threads
 from perdure.errors import CorruptStateError, IncompatibleStateError
-from perdure.events.event import BlocksLoaded, BlocksStored, CachePressure
 from perdure.events.hub import EventHub
 from perdure.identity import Identity
 
@@ -74,7 +73,7 @@ class BlockNames:
         if shared < len(tokens):
             self._root, self._tokens = root, tokens.copy()
             self._names = self._names[: shared // self._size]
-        # As they are now: somebody else may add to them before all of these are taken.
+        # A copy: another thread may add to them before all of these are taken.
         known = self._names[: len(tokens) // self._size]
         start = known[-1] if known else root
         return itertools.chain(known, self._hashed(start, len(known), tokens, self._names))
@@ -165,7 +164,7 @@ class BlockCache:
             evicted = self.tiers.memory.evicted
             new = {block.id: block for block in self._copy(seq, root, tokens, points)}
             if self.events.on:
-                self._tell_stored(list(new.values()), self.tiers.memory.evicted - evicted)
+                self._emit_stored(list(new.values()), self.tiers.memory.evicted - evicted)
         if self.tiers.lower:
             # All of it: what a lower tier turned down or lost before, it may take now.
             ranges = self._ranges(root, tokens, points)
@@ -180,8 +179,12 @@ class BlockCache:
             (tails if end - start < self._size else names).append(name)
         self.eviction.write(names, tails, use)
 
-    def _tell_stored(self, blocks: Sequence[Block], evicted: int) -> None:
+    def _emit_stored(self, blocks: Sequence[Block], evicted: int) -> None:
         memory = self.tiers.memory
+        if not blocks and not evicted:
+            return
+        from perdure.events.event import BlocksStored, CachePressure
+
         if blocks:
             tokens, nbytes = (sum(len(each.tokens) for each in blocks), sum(each.nbytes for each in blocks))
             self.events.emit(BlocksStored, "", "memory", len(blocks), tokens, nbytes)
@@ -222,8 +225,8 @@ class BlockCache:
         while missing:
             some, parent = missing[:ahead], missing[0][1]
             total = sum(map(room, some))
-            standing = max(self.eviction.standing(name) for name, _, _, _ in some)
-            if not memory.make_room(total, keep=parent, standing=standing):
+            eviction_class = max(self.eviction.class_of(name) for name, _, _, _ in some)
+            if not memory.make_room(total, keep=parent, eviction_class=eviction_class):
                 if len(some) > 1:
                     ahead = 1
                     continue
@@ -394,6 +397,8 @@ class BlockCache:
         """A prefix with its state; only what is whole and fits this context."""
         prefix = self.tiers.load(hit, self.rule, fits=self._fits)
         if self.events.on and prefix.length:
+            from perdure.events.event import BlocksLoaded
+
             nbytes = sum(block.nbytes for block in prefix.blocks)
             fields = (dict(prefix.tiers), len(prefix.blocks), nbytes, dict(prefix.seconds))
             self.events.emit(BlocksLoaded, "", *fields)

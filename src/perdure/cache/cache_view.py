@@ -1,35 +1,37 @@
-"""Cache view: what the slots and the tiers hold, told without moving any of it.
+"""Cache view: what the slots and the tiers hold, listed without moving any of it.
 
+plan     where the state of a prompt would come from
 usage    how much of a prompt each tier has
-blocks   the tiers as a list of blocks, page by page
-runs     the tiers as a tree: blocks one after another that nothing branches off from, and what follows each
+slots    what every slot holds
+
+The tiers as a list or as a tree of blocks are for an extension, `inspection`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.cache.block import AnyBlock, BlockId, BlockMeta, PrefixHit
-from perdure.cache.prefix_search import key_of
+from perdure.cache.block import AnyBlock, PrefixHit
 from perdure.cache.slots.cache import SlotCache
 from perdure.cache.tiers.memory import MemoryTier
-from perdure.cache.tiers.write_behind import WriteBehind
 from perdure.decode.request import KeptPrefix, Plan, TierUsage
 from perdure.engine.adapters import AdapterSet
-from perdure.errors import InvalidInputError
+from perdure.extension import part
 from perdure.identity import Identity
+
+if TYPE_CHECKING:
+    from perdure.cache.tiers.write_behind import WriteBehind
+
 
 Ids = NDArray[np.int32]
 
-_BLOCKS = 2048
-"""Blocks that one look at the tree reads: the engine waits for it."""
 _SHOWN = 48
-"""Tokens of a run that are told."""
+"""Tokens of a slot that are listed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,143 +140,20 @@ class CacheView:
             )
         return states
 
-    # A list of blocks.
-
     def blocks(self, namespace: str, *, limit: int | None, after: str | None) -> list[BlockInfo]:
         """Up to `limit` blocks of a namespace, each before those that follow it; those behind the block
-        `after`. A page costs what it holds, and the way back to the root."""
-        root = self._blocks.root(namespace)
-        page: list[BlockInfo] = []
-        block = (
-            next(self._tiers.children(root), None)
-            if after is None
-            else self._next(root, self._known(root, after))
-        )
-        while block is not None and (limit is None or len(page) < limit):
-            info = BlockInfo(
-                id=block.id.hex(),
-                parent="" if block.parent == root else block.parent.hex(),
-                start=block.start,
-                tokens=len(block.tokens),
-                nbytes=block.nbytes,
-                tier=self._tier_of(block),
-            )
-            page.append(info)
-            block = self._next(root, block)
-        return page
-
-    def _known(self, root: BlockId, name: str) -> AnyBlock:
-        """The block of that name, if it is one of those behind `root`."""
-        try:
-            known = above = self._tiers.lookup(BlockId(bytes.fromhex(name)))
-        except ValueError:
-            known = above = None
-        while above is not None and above.parent != root:
-            above = self._tiers.lookup(above.parent)
-        if known is None or above is None:
-            raise InvalidInputError(
-                f"there is no block {name!r}, or none any more: list from the first one on"
-            )
-        return known
-
-    def _next(self, root: BlockId, block: AnyBlock) -> AnyBlock | None:
-        """What comes behind `block`: what follows it first, else its next sibling, or that of the nearest
-        block before it that has one."""
-        following = next(self._tiers.children(block.id), None)
-        above: AnyBlock | None = block
-        while following is None and above is not None:
-            following = next(self._tiers.children(above.parent, start=key_of(above.tokens) + b"\0"), None)
-            above = None if above.parent == root else self._tiers.lookup(above.parent)
-        return following
-
-    def _tier_of(self, block: AnyBlock) -> str:
-        """Where a block is found first."""
-        if block.id in self._tiers.memory or isinstance(block, BlockMeta):
-            return self._tiers.memory.name if block.id in self._tiers.memory else block.tier
-        # It waits to be written.
-        return next(tier.name for tier in self._tiers.lower if tier.lookup(block.id) is not None)
-
-    # A tree of runs.
+        `after`."""
+        blocks: list[BlockInfo] = self._listing("rt.cache.blocks", namespace).blocks(limit=limit, after=after)
+        return blocks
 
     def runs(
         self, namespace: str, parent: str | None, prefixes: Sequence[KeptPrefix], *, limit: int, after: int
     ) -> list[PrefixRun] | None:
         """The runs after the one with the id `parent`, or those from the first token on: up to `limit`,
-        behind the first `after`. None where that run is gone, or another namespace's. Looking counts as no
-        use of a block."""
-        root = self._blocks.root(namespace)
-        path = self._path(root, parent)
-        if path is None:
-            return None
-        last = path[-1].id if path else root
-        before = np.concatenate([block.tokens for block in path]) if path else np.empty(0, np.int32)
-        left = _BLOCKS
-        runs = []
-        for block in islice(self._tiers.children(last), after, after + limit):
-            run, follows = self._run(block, max(1, left))
-            left -= len(run)
-            runs.append(self._shown(run, follows, before, prefixes))
+        behind the first `after`. None where that run is gone, or another namespace's."""
+        listing = self._listing("rt.cache.runs", namespace)
+        runs: list[PrefixRun] | None = listing.runs(parent, prefixes, limit=limit, after=after)
         return runs
 
-    def _path(self, root: BlockId, id_: str | None) -> list[AnyBlock] | None:
-        """The blocks that lead from `root` to a block."""
-        if id_ is None:
-            return []
-        path: list[AnyBlock] = []
-        name = BlockId(bytes.fromhex(id_))
-        while name != root:
-            block: AnyBlock | None = self._tiers.memory.peek(name)
-            if block is None:
-                lower = (tier.lookup(name) for tier in self._tiers.lower)
-                block = next((each for each in lower if each is not None), None)
-            if block is None or (path and block.end != path[-1].start):
-                return None
-            path.append(block)
-            name = block.parent
-        path.reverse()
-        return path
-
-    def _run(self, block: AnyBlock, most: int) -> tuple[list[AnyBlock], bool]:
-        """A block with those that follow it alone, and whether more follow the last of them."""
-        run = [block]
-        while True:
-            following = list(islice(self._tiers.children(run[-1].id), 2))
-            if len(following) != 1 or len(run) >= most:
-                return run, bool(following)
-            run.append(following[0])
-
-    def _shown(
-        self, run: Sequence[AnyBlock], follows: bool, before: Ids, prefixes: Sequence[KeptPrefix]
-    ) -> PrefixRun:
-        tokens = np.concatenate([block.tokens for block in run])
-        whole = np.concatenate([before, tokens])
-        nbytes: dict[str, int] = {}
-        for each in run:
-            copies: list[tuple[str, AnyBlock | None]] = [
-                (self._tiers.memory.name, self._tiers.memory.peek(each.id)),
-                *((tier.name, tier.lookup(each.id)) for tier in self._tiers.lower),
-            ]
-            for name, block in copies:
-                if block is not None:
-                    nbytes[name] = nbytes.get(name, 0) + block.nbytes
-        labels = {
-            label
-            for prefix in prefixes
-            if len(before) < len(prefix.tokens) <= len(whole)
-            and np.array_equal(prefix.ids, whole[: len(prefix.tokens)])
-            for label in prefix.labels
-        }
-        return PrefixRun(
-            id=run[-1].id.hex(),
-            start=run[0].start,
-            length=len(tokens),
-            tokens=_first_tokens(tokens),
-            blocks=len(run),
-            nbytes=nbytes,
-            labels=tuple(sorted(labels)),
-            follows=follows,
-        )
-
-
-def _first_tokens(tokens: Ids) -> tuple[int, ...]:
-    return tuple(tokens[:_SHOWN].tolist())
+    def _listing(self, call: str, namespace: str) -> Any:
+        return part(call, "inspection")(self._tiers, self._blocks.root(namespace))

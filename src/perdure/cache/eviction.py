@@ -33,8 +33,8 @@ _ACTIVE = 4
 """Budgets of bytes after which a namespace that nobody asks for has no share any more."""
 
 
-class Standing(enum.IntEnum):
-    """What a block is to those who may ask for it again. Of lower ones, all go before any of the next."""
+class EvictionClass(enum.IntEnum):
+    """How much a block is wanted. All blocks of a lower class are evicted before any of the next."""
 
     SUPERSEDED = 0
     SIDE = 1
@@ -44,31 +44,31 @@ class Standing(enum.IntEnum):
 
     @property
     def is_unwanted(self) -> bool:
-        """Whether nobody is expected to ask for it: it takes no place that something else has."""
-        return self < Standing.CONVERSATION
+        """Whether no request is expected to use it: it evicts no block of another class."""
+        return self < EvictionClass.CONVERSATION
 
 
-_UNKNOWN = "", Standing.CONVERSATION
-_LATER = {Standing.SHARED: 2, Standing.KEPT: 4}
+_UNKNOWN = "", EvictionClass.CONVERSATION
+_LATER = {EvictionClass.SHARED: 2, EvictionClass.KEPT: 4}
 """Budgets by which these count as used later than they were."""
 
 
-def worth(standing: Standing, clock: int, budget: int) -> int:
+def worth(eviction_class: EvictionClass, clock: int, budget: int) -> int:
     """The smaller, the sooner it goes. `clock` is when it was used, in bytes stored by then."""
-    if standing.is_unwanted:
-        return clock - _APART * (Standing.CONVERSATION - standing)
-    return clock + _LATER.get(standing, 0) * budget
+    if eviction_class.is_unwanted:
+        return clock - _APART * (EvictionClass.CONVERSATION - eviction_class)
+    return clock + _LATER.get(eviction_class, 0) * budget
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Who uses a sequence."""
+    """What uses a sequence: a namespace, a conversation in it, or a side request."""
 
     namespace: str = ""
     conversation: str = ""
-    """What tells it from others of the namespace; empty where that is not known."""
+    """Its id within the namespace; empty where that is not known."""
     side: bool = False
-    """Whether it is beside a conversation, as a title is: nobody will go on from it."""
+    """Whether it is beside a conversation, as a title is: no request will continue it."""
 
     @property
     def is_known(self) -> bool:
@@ -116,7 +116,7 @@ class Eviction:
         """What is `pinned` is not evicted at all for now."""
         self.pinned = pinned
         self._lock = threading.Lock()
-        self._blocks: OrderedDict[BlockId, tuple[str, Standing]] = OrderedDict()
+        self._blocks: OrderedDict[BlockId, tuple[str, EvictionClass]] = OrderedDict()
         self._kept: dict[BlockId, int] = {}
         """How many warmed prefixes need a block."""
         self._conversations: OrderedDict[tuple[str, str], _Conversation] = OrderedDict()
@@ -125,21 +125,21 @@ class Eviction:
 
     # What a block is worth. Each look is one call of a dict, and takes no lock.
 
-    def standing(self, block: BlockId | None) -> Standing:
+    def class_of(self, block: BlockId | None) -> EvictionClass:
         """What a block is; None is one that is not known."""
         if block in self._kept:
-            return Standing.KEPT
-        return Standing.CONVERSATION if block is None else self._blocks.get(block, _UNKNOWN)[1]
+            return EvictionClass.KEPT
+        return EvictionClass.CONVERSATION if block is None else self._blocks.get(block, _UNKNOWN)[1]
 
     def worth(self, block: BlockId, clock: int, budget: int) -> int:
         """What a block is worth that is used at `clock`, in a tier of `budget` bytes."""
-        if block not in self._kept and self._blocks.get(block, _UNKNOWN)[1] is Standing.CONVERSATION:
+        if block not in self._kept and self._blocks.get(block, _UNKNOWN)[1] is EvictionClass.CONVERSATION:
             return clock
-        return worth(self.standing(block), clock, budget)
+        return worth(self.class_of(block), clock, budget)
 
     def may_evict(self, block: BlockId, worth: int) -> bool:
         """Whether a block may take the place of one of this worth: what is unwanted evicts only its like."""
-        return worth < 0 or not self.standing(block).is_unwanted
+        return worth < 0 or not self.class_of(block).is_unwanted
 
     # Whose it is.
 
@@ -151,14 +151,14 @@ class Eviction:
             self._owners[root] = namespace
 
     def owner(self, root: BlockId) -> str:
-        """Whose chains start at `root`. One that nobody has told of is an owner by itself."""
+        """Whose chains start at `root`. A root without a known owner is an owner by itself."""
         with self._lock:
             return self._owners[root] if root in self._owners else f"\0{root.hex()}"
 
     def payers(
         self, owner: str, size: int, usage: Mapping[str, int], seen: Mapping[str, int], now: int, budget: int
     ) -> list[str]:
-        """Who makes room for `size` more bytes of `owner`: those that hold more than their share.
+        """The owners that make room for `size` more bytes of `owner`: those that hold more than their share.
 
         The budget is shared equally by the owners that were `seen` lately, by the clock of their tier.
         """
@@ -169,17 +169,17 @@ class Eviction:
             over.append(owner)
         return over
 
-    # What requests tell.
+    # What requests report.
 
     def use(self, names: Sequence[BlockId], use: Use) -> list[BlockId]:
-        """A request has these whole blocks in its prompt. Gives those whose standing is another now."""
+        """A request has these whole blocks in its prompt. Gives those whose eviction class has changed."""
         with self._lock:
             changed: list[BlockId] = []
             if use.side:
-                changed = [name for name in names if self._set(name, "", Standing.SIDE)]
+                changed = [name for name in names if self._set(name, "", EvictionClass.SIDE)]
             elif use.conversation:
                 # Mostly they are its own already.
-                known, own = self._blocks, (use.conversation, Standing.CONVERSATION)
+                known, own = self._blocks, (use.conversation, EvictionClass.CONVERSATION)
                 changed = [name for name in names if known.get(name) != own and self._set(name, *own)]
                 if names:
                     changed += self._advance(use.key, list(names))
@@ -192,11 +192,11 @@ class Eviction:
         with self._lock:
             if use.side:
                 for name in (*names, *tails):
-                    self._set(name, "", Standing.SIDE)
+                    self._set(name, "", EvictionClass.SIDE)
             elif use.conversation:
-                standing = self._grow(use.key, list(names), tails)
+                eviction_class = self._grow(use.key, list(names), tails)
                 for name in (*names, *tails):
-                    self._blocks.setdefault(name, (use.conversation, standing))
+                    self._blocks.setdefault(name, (use.conversation, eviction_class))
             self._forget()
 
     def keep(self, names: Iterable[BlockId]) -> None:
@@ -223,25 +223,28 @@ class Eviction:
 
     # With the lock held.
 
-    def _set(self, name: BlockId, conversation: str, standing: Standing) -> bool:
-        """Note who uses a block: its standing is never lowered by that. Whether it is another now."""
+    def _set(self, name: BlockId, conversation: str, eviction_class: EvictionClass) -> bool:
+        """Note the use of a block: that never lowers its eviction class. Whether the class has changed."""
         before = self._blocks.get(name)
         if before is None:
-            self._blocks[name] = conversation, standing
-            return standing != Standing.CONVERSATION
+            self._blocks[name] = conversation, eviction_class
+            return eviction_class != EvictionClass.CONVERSATION
         who, was = before
-        if standing == Standing.SIDE:
+        if eviction_class == EvictionClass.SIDE:
             return False
         if who and who != conversation:
-            standing, conversation = Standing.SHARED, who
-        self._blocks[name] = conversation, max(standing, was) if was != Standing.SUPERSEDED else standing
+            eviction_class, conversation = EvictionClass.SHARED, who
+        self._blocks[name] = (
+            conversation,
+            max(eviction_class, was) if was != EvictionClass.SUPERSEDED else eviction_class,
+        )
         return self._blocks[name][1] != was
 
     def _advance(self, key: tuple[str, str], names: list[BlockId]) -> list[BlockId]:
         """A prompt of a conversation has these blocks: which of its other lines does it leave?
 
         One that goes on from a line (it has all of its prompt, or was cut back within it) takes the place of
-        that, and of all lines beside it. One that begins a line leaves nothing until it is gone on with: it
+        that, and of all lines beside it. One that begins a line leaves nothing until it is continued: it
         may be a title.
         """
         conversation = self._conversations.pop(key, None) or _Conversation()
@@ -259,23 +262,23 @@ class Eviction:
         changed = []
         for line in left:
             for name in (*line.names[_common(line.names, names) :], *line.tails):
-                if self._blocks.get(name) == (key[1], Standing.CONVERSATION):
-                    self._blocks[name] = key[1], Standing.SUPERSEDED
+                if self._blocks.get(name) == (key[1], EvictionClass.CONVERSATION):
+                    self._blocks[name] = key[1], EvictionClass.SUPERSEDED
                     changed.append(name)
         return changed
 
-    def _grow(self, key: tuple[str, str], names: list[BlockId], tails: Sequence[BlockId]) -> Standing:
+    def _grow(self, key: tuple[str, str], names: list[BlockId], tails: Sequence[BlockId]) -> EvictionClass:
         """What is written behind the prompt of a line belongs to it; of a line that was left, it is left."""
         conversation = self._conversations.get(key)
         if conversation is None:
-            return Standing.CONVERSATION
+            return EvictionClass.CONVERSATION
         for line in reversed(conversation.lines):
             if _common(line.names, names) >= line.prompt:
                 self._names -= line.size
                 line.names, line.tails = names, tuple(tails)
                 self._names += line.size
-                return Standing.CONVERSATION
-        return Standing.SUPERSEDED
+                return EvictionClass.CONVERSATION
+        return EvictionClass.SUPERSEDED
 
     def _forget(self) -> None:
         while len(self._blocks) > _BLOCKS:

@@ -255,7 +255,7 @@ class KeptPrefixes:
         place = b"" if after is None else self._places.get(after, b"")
         if after is not None and prefixes.get(place) is None:
             raise InvalidInputError(
-                f"there is no warmed prefix {after!r}, or none any more: list from the first on"
+                f"there is no warmed prefix {after!r}, or it is gone: list again from the first one"
             )
         fitting = (each for each in prefixes.walk(place + b"\0") if each.carries(labels, namespace))
         return list(islice(fitting, limit))
@@ -318,7 +318,7 @@ class KeptPrefixes:
         self.held.clear()
         self._spaces, self._places, self._keys, self.nbytes = {}, {}, SortedKeys(), 0
 
-    # Who needs what.
+    # Which prefix needs which blocks.
 
     def passes(self, root: bytes, tokens: Ids) -> bool:
         """Whether a prefix starts with `tokens`, or is just them."""

@@ -1,26 +1,28 @@
-"""Prefix cache: labelled prefixes that somebody asked to keep, and what is held, shown and cleared."""
+"""Prefix cache: labelled prefixes that callers asked to keep, and listing and clearing what is cached."""
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perdure.cache.block import Block, BlockId
-from perdure.cache.cache_view import BlockInfo, CacheView, PrefixRun, SlotState
 from perdure.cache.kept_prefixes import check_labels
 from perdure.cache.slots.cache import SlotCache
 from perdure.decode.request import KeptPrefix, Plan, ReuseReport, TierUsage
 from perdure.engine.adapters import AdapterSet, AdapterTable, Scales
 from perdure.engine.contract import token_array
 from perdure.errors import InvalidInputError
-from perdure.events.event import Slept, Woken
 from perdure.identity import Identity
+
+if TYPE_CHECKING:
+    from perdure.cache.cache_view import BlockInfo, CacheView, PrefixRun, SlotState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,13 +121,12 @@ class PrefixCache:
         call: Callable[[Callable[[], Any]], Any],
         post: Callable[[Callable[[], Any]], Any],
         post_in_quiet: Callable[[Hashable, Callable[[], object]], None],
-        look: Callable[..., Any],
+        peek: Callable[..., Any],
     ) -> None:
         """`read` computes a prompt with adapters, which are those of a table; `call`, `post`,
-        `post_in_quiet` and `look` are the engine loop's."""
+        `post_in_quiet` and `peek` are the engine loop's."""
         self._slots = slots
         self._tiers = slots.tiers
-        self._view = CacheView(slots)
         self._tokenize = tokenize
         self._read = read
         self._adapters = adapters
@@ -137,7 +138,14 @@ class PrefixCache:
         if (tier := self._tiers.prefix_tier) is not None:
             for prefix in tier.tier.prefixes():
                 self._kept.add(prefix)
-        self._look = look
+        self._peek = peek
+
+    @functools.cached_property
+    def _view(self) -> CacheView:
+        """Loaded for those who look at what is kept."""
+        from perdure.cache.cache_view import CacheView
+
+        return CacheView(self._slots)
 
     def warm(
         self,
@@ -174,7 +182,7 @@ class PrefixCache:
         behind the one whose `id` is `after`."""
         names = None if labels is None else _names(labels)
         _check_limit(limit)
-        return self._look(  # type: ignore[no-any-return]
+        return self._peek(  # type: ignore[no-any-return]
             lambda: self._kept.page(names, namespace, limit=limit, after=after)
         )
 
@@ -184,7 +192,7 @@ class PrefixCache:
         """The blocks that are kept of a namespace, in memory and on disk, each before those that follow it:
         up to `limit`, behind the one whose `id` is `after`."""
         _check_limit(limit)
-        return self._look(  # type: ignore[no-any-return]
+        return self._peek(  # type: ignore[no-any-return]
             lambda: self._view.blocks(namespace, limit=limit, after=after)
         )
 
@@ -203,7 +211,7 @@ class PrefixCache:
             except BaseException:
                 self._call(lambda: self._put_back(dropped))
                 raise
-            # Again: somebody may have read some of it back from a lower tier meanwhile.
+            # Again: a request may have read some of it back from a lower tier meanwhile.
             self._call(lambda: self._drop(dropped, blocks, instead))
             return len(dropped)
 
@@ -232,19 +240,19 @@ class PrefixCache:
         """The prefixes of a namespace as a tree: what follows the run with the id `parent`, or starts it; up
         to `limit`, behind the first `after`. None where that run is no longer kept."""
 
-        def look() -> list[PrefixRun] | None:
+        def read() -> list[PrefixRun] | None:
             prefixes = self._kept.of(None, namespace)
             return self._view.runs(namespace, parent, prefixes, limit=limit, after=after)
 
-        return self._look(look)  # type: ignore[no-any-return]
+        return self._peek(read)  # type: ignore[no-any-return]
 
     def slots(self) -> list[SlotState]:
         """What every slot of the engine holds; during a long step, what it held before."""
-        return self._look(self._view.slots)  # type: ignore[no-any-return]
+        return self._peek(self._view.slots)  # type: ignore[no-any-return]
 
     def identity(self) -> Identity:
         """Under which state holds here."""
-        return self._look(lambda: self._view.identity)  # type: ignore[no-any-return]
+        return self._peek(lambda: self._view.identity)  # type: ignore[no-any-return]
 
     def wake(
         self, tokens: Iterable[int], *, namespace: str = "", adapters: Scales | None = None
@@ -254,6 +262,8 @@ class PrefixCache:
         began = time.monotonic()
         report: ReuseReport = self._call(lambda: self._slots.swap_in(ids, namespace, chosen))
         if (events := self._slots.events).on:
+            from perdure.events.event import Woken
+
             fields = (dict(report.tiers), report.computed, report.why, namespace)
             events.emit(Woken, "", *fields, time.monotonic() - began)
         return report
@@ -268,9 +278,11 @@ class PrefixCache:
             # A long one is more than may wait to be written at once.
             blocks: list[Block] = self._call(lambda: self._slots.held(ids, namespace, chosen))
             for tier in self._tiers.lower:
-                tier.make_up(blocks)
+                tier.backfill(blocks)
             self._call(lambda: self._slots.drop_stored(ids, namespace, chosen))
         if (events := self._slots.events).on:
+            from perdure.events.event import Slept
+
             events.emit(Slept, "", len(ids), namespace, time.monotonic() - began)
 
     def save(
@@ -317,13 +329,13 @@ class PrefixCache:
         return self._call(lambda: self._slots.unpack(identity, blocks, namespace, chosen))  # type: ignore[no-any-return]
 
     def stats(self) -> CacheStats:
-        return self._look(self._stats)  # type: ignore[no-any-return]
+        return self._peek(self._stats)  # type: ignore[no-any-return]
 
     def _prefix(
         self, tokens: Iterable[int], adapters: Scales | None
     ) -> tuple[NDArray[np.int32], AdapterSet | None]:
         """The tokens of a prefix, and the set that it is computed with; None: what the context has."""
-        ids = token_array(list(tokens), 1 << 31, what="a prefix")
+        ids = token_array(list(tokens), 1 << 31, what="a prefix", media=True)
         if adapters is None and self._adapters.default is None:
             return ids, None
         return ids, self._adapters.choose(adapters, ids)

@@ -3,34 +3,66 @@
 from __future__ import annotations
 
 import os
+import threading
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import cached_property
-from itertools import takewhile
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, Unpack
 
 from perdure.backend import Backend
-from perdure.chat import plans
-from perdure.chat.beginnings import Beginnings
 from perdure.chat.formats.registry import detect
-from perdure.chat.message import Message, Tool, parse_messages
+from perdure.chat.message import Image, Message, Tool, parse_messages
 from perdure.chat.options import ChatKeywords, ChatOptions, TurnKeywords
+from perdure.chat.parsing.call_writer import CallForm
 from perdure.chat.parsing.family import Family, Thought, reasoned
-from perdure.chat.parsing.learned import CallForm, learn
 from perdure.chat.parsing.reply_parser import ReplyParser
-from perdure.chat.plans import ContextWindow, Exchange, ExchangePlan
-from perdure.chat.prompt_builder import Prompt, PromptBuilder
+from perdure.chat.past_conversations import PastConversation
+from perdure.chat.prompt_builder import (
+    Exchange,
+    ExchangePlan,
+    ImageReader,
+    Prompt,
+    PromptBuilder,
+    with_reasoning_apart,
+)
 from perdure.chat.reply import ChatDelta, ChatReply, ReplyReader, SeveralReaders, argument_problems
-from perdure.chat.settling import Settler
-from perdure.chat.side_requests import side_request
+from perdure.chat.template.capabilities import capabilities
 from perdure.chat.template.template import Rendering, Template
 from perdure.chat.transcript import ChatTokenizer, Transcript
 from perdure.config import ReasoningMode
 from perdure.decode.request import Reply, Request, take_deadline
 from perdure.decode.stream import Stream, StreamPlan
 from perdure.errors import ContextOverflow, InvalidInputError
+from perdure.extension import by_name, imported
+
+if TYPE_CHECKING:
+    from perdure.chat import plans
+    from perdure.chat.plans import ContextWindow
+    from perdure.chat.prefetch import Prefetcher
+
+
+ReplyListener: TypeAlias = Callable[
+    ["ChatFormat", PastConversation, ChatOptions, Mapping[str, float] | None], None
+]
+"""Called with the prompt of a reply, its options and its adapters, in the prefetcher's thread."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """What a reply is asked for with: the arguments of `ChatFormat.plan`."""
+
+    messages: tuple[Message, ...]
+    options: ChatOptions
+    settings: dict[str, Any]
+    """Of decoding."""
+    namespace: str
+    known: Transcript | None
+    before: Rendering | None
+    silent: bool
+    conversation: str
+    call_ids: str
 
 
 class ChatFormat:
@@ -54,13 +86,42 @@ class ChatFormat:
             marks |= tool_use.template.mark_texts | tool_use.family.marks
             erased = tuple(sorted({*erased, *tool_use.template.erased_texts}))
         self.tokenizer = ChatTokenizer(backend.model, marks, erased=erased)
-        self.settler = Settler(backend)
-        self.beginnings: Beginnings | None = None
-        """Where what prompts begin with is remembered over a restart; None: nowhere."""
-        self._builder = PromptBuilder(backend, template, family, self.tokenizer)
+        self._prefetcher: Prefetcher | None = None
+        self._prefetcher_lock = threading.Lock()
+        self.listeners: list[ReplyListener] = []
+        """Called behind each reply that its conversation may continue from."""
+        self._images: ImageReader | None = None
+        self._images_lock = threading.Lock()
+        opener = self._open_images
+        self._builder = PromptBuilder(backend, template, family, self.tokenizer, opener)
         if tool_use is not None:
-            tool_use.tokenizer = self.tokenizer
-            tool_use._builder = PromptBuilder(backend, tool_use.template, tool_use.family, self.tokenizer)
+            tool_use.tokenizer, tool_use.listeners = self.tokenizer, self.listeners
+            tool_use._builder = PromptBuilder(
+                backend, tool_use.template, tool_use.family, self.tokenizer, opener
+            )
+
+    def close(self) -> None:
+        """End what reads images, if that was started."""
+        with self._images_lock:
+            if self._images is not None:
+                self._images.close()
+
+    def keep_image(self, image: Image, namespace: str) -> None:
+        """Have the file of an image that a session is about to name, durable when this returns."""
+        self._open_images().keep(image, namespace)
+
+    def _open_images(self) -> ImageReader:
+        with self._images_lock:
+            if self._images is None:
+                if self._backend.storage.folder is None:
+                    raise InvalidInputError(
+                        "images cannot be read here: they are kept in a store, and there is none"
+                    )
+                from perdure.extension import part
+
+                self._images = part("images in messages", "images")(self._backend)
+            assert self._images is not None
+            return self._images
 
     @classmethod
     def of(cls, backend: Backend, chosen: str | os.PathLike[str] | Template | None = None) -> ChatFormat:
@@ -90,33 +151,38 @@ class ChatFormat:
         own = "strftime_now" in self.template.source
         return own or (self._tool_use is not None and self._tool_use.asks_date)
 
-    def stabilise(self, messages: Sequence[Message], namespace: str = "") -> tuple[Message, ...]:
-        """The messages with volatile text in its place, as a prompt with `stable_prefix` has them."""
-        return self._builder.stabilise(messages, namespace)
+    def ruled(self, messages: Sequence[Message], namespace: str = "") -> tuple[Message, ...]:
+        """The messages as a prompt with `stable_prefix` has them."""
+        return self._builder.rules.apply(messages, (), namespace).messages
 
-    def remember_beginnings(self, beginnings: Beginnings) -> None:
-        """Have what prompts begin with remembered from now on."""
-        self.beginnings = beginnings
-        if self._tool_use is not None:
-            self._tool_use.beginnings = beginnings
+    def is_side_request(self, messages: Sequence[Message]) -> bool:
+        """Whether messages ask for something beside a conversation, such as its title."""
+        return self._builder.rules.is_side_request(messages)
 
-    def _use_beginning(
-        self, prompt: Prompt, options: ChatOptions, namespace: str, adapters: Mapping[str, float] | None
-    ) -> None:
-        """Remember what comes before the first turn of a prompt: its system prompt and tools."""
-        messages, tools, variables = prompt.about
-        head = tuple(takewhile(lambda each: each.role in ("system", "developer"), messages))
-        if (beginnings := self.beginnings) is None or not (head or tools):
-            return
-        about = (self.template.source, head, tools, sorted(variables.items(), key=str))
-        made = replace(options, tools=tools)
+    def reads_alike(
+        self, keywords: Mapping[str, Any]
+    ) -> Callable[[Sequence[Message], Sequence[Message]], bool]:
+        """Whether the model reads two histories as the same text, for requests with such keywords."""
 
-        def tokens() -> Sequence[int]:
-            return self._builder.beginning(head, made, namespace=namespace, known=prompt.transcript)
+        def alike(first: Sequence[Message], second: Sequence[Message]) -> bool:
+            options, _ = ChatOptions.split(keywords)
+            return self._for(options)._builder.reads_alike(first, second, options)
 
-        self.settler.then(lambda: beginnings.use(about, tokens, namespace=namespace, adapters=adapters))
+        return alike
 
-    def settle_next(
+    def shared_beginning(
+        self,
+        messages: Sequence[Message],
+        options: ChatOptions,
+        *,
+        namespace: str,
+        known: Transcript | None = None,
+    ) -> Sequence[int]:
+        """The tokens that every prompt of these messages and one more begins with; `known` is as in
+        `prompt`."""
+        return self._for(options)._builder.beginning(messages, options, namespace=namespace, known=known)
+
+    def prefetch_next(
         self,
         messages: Sequence[Message],
         options: ChatOptions,
@@ -127,9 +193,8 @@ class ChatFormat:
         conversation: str = "",
     ) -> None:
         """Have what a prompt of these messages and one more begins with read while the engine is idle."""
-        chosen = self._for(options)
-        chosen.settler.settle(
-            lambda: chosen._builder.beginning(messages, options, namespace=namespace, known=known),
+        self._for(options).prefetcher.prefetch(
+            lambda: self.shared_beginning(messages, options, namespace=namespace, known=known),
             known.tokens if known is not None and known.tokens else None,
             budget=options.settle,
             namespace=namespace,
@@ -198,125 +263,228 @@ class ChatFormat:
         """The plan of a reply to messages, or of several: for a `Stream` on the backend of this format.
 
         `known` is a transcript that the messages may go on from, and `before` how their beginning was
-        rendered. Of a `silent` reply the stream's caller gets no deltas. `conversation` tells it from others;
+        rendered. Of a `silent` reply the stream's caller gets no deltas. `conversation` is its id;
         empty: by the messages that it has in common with earlier ones. What the ids of calls are made of is
         in `call_ids`; empty: they are drawn.
         """
         options, settings = ChatOptions.split(keywords)
-        return self._for(options)._plan(
-            messages, options, settings, namespace, known, before, silent, conversation, call_ids
+        asked = _Asked(
+            messages=parse_messages(messages),
+            options=options,
+            settings=settings,
+            namespace=namespace,
+            known=known,
+            before=before,
+            silent=silent,
+            conversation=conversation,
+            call_ids=call_ids,
         )
+        return self._for(options)._plan(asked)
 
-    def _plan(
-        self,
-        messages: Sequence[Message | Mapping[str, Any]],
-        options: ChatOptions,
-        settings: dict[str, Any],
-        namespace: str,
-        known: Transcript | None,
-        before: Rendering | None,
-        silent: bool,
-        conversation: str,
-        call_ids: str,
-    ) -> ExchangePlan:
+    def _plan(self, asked: _Asked) -> ExchangePlan:
         # From here on: what goes on from this request, if anything does, ends at the same instant.
-        deadline = take_deadline(settings)
+        deadline = take_deadline(asked.settings)
         # The prompt has all tools, whichever may be called: it is then the same for every choice.
-        tools, grammar = self._tools(options, settings)
-        parsed = parse_messages(messages)
-        if "side" not in settings and known is None and side_request(parsed) is not None:
-            settings["side"] = True
-        prompt, dropped = self._fitting(parsed, options, settings, namespace, known, before)
-        # Its own limits are checked before anything is queued.
+        tools, grammar = self._tools(asked.options, asked.settings)
+        is_alone = asked.known is None and not asked.conversation
+        if is_alone and "side" not in asked.settings and self.is_side_request(asked.messages):
+            asked.settings["side"] = True
+        prompt, dropped = self._fitting(asked)
+        request = self._request(asked, prompt, grammar, deadline)
+        window = self._window(asked.options, request, prompt)
+        if window is None:
+            request = self._limited(asked.options, request)
+        readers = self._readers(asked, prompt, request, tools, window)
+        replies = yield from self._replies_to(prompt, request, readers, window, is_call=grammar is not None)
+        exchanges = [
+            self._exchange(asked, prompt, reader, raw, tools, dropped)
+            for reader, raw in zip(readers, replies, strict=True)
+        ]
+        if not request.side and prompt.prefill is None:
+            self._idle_work(asked.options, prompt, request, exchanges)
+        return exchanges
+
+    def part(self, tokens: Sequence[int]) -> Message:
+        """The beginning of a reply as a message to show: calls stand in it as text."""
+        text, markers = self.tokenizer.decode(tokens).text, self.family.reasoning
+        message = Message(role="assistant", content=text)
+        if markers is None:
+            return message
+        opened, closed = markers.open in text, markers.close in text
+        if opened and not closed:
+            before, _, reasoning = text.partition(markers.open)
+            return replace(message, content=before.strip(), reasoning=reasoning.lstrip("\n"))
+        return with_reasoning_apart([message], markers)[0]
+
+    # The stages of a reply.
+
+    def _fitting(self, asked: _Asked) -> tuple[Prompt, int]:
+        """The prompt, and how many of the oldest messages an overflow policy left out of it."""
+        limit, options = self._backend.n_ctx - 1, asked.options
+
+        def prompt(remaining: Sequence[Message]) -> Prompt | ContextOverflow:
+            """What surely does not fit is never tokenised, whichever turns are left out next."""
+            try:
+                return self.prompt(
+                    remaining,
+                    options,
+                    namespace=asked.namespace,
+                    known=asked.known,
+                    before=asked.before,
+                    must_fit=True,
+                )
+            except ContextOverflow as error:
+                return error
+
+        dropped = 0
+        if options.overflow not in ("drop_oldest", "shift"):
+            fitting = prompt(asked.messages)
+        else:
+            room = limit // 4
+            if options.overflow != "shift":
+                room = reply_room(asked.settings, self._backend.n_ctx)
+
+            def fits(each: Prompt | ContextOverflow) -> bool:
+                return isinstance(each, Prompt) and len(each) + room <= limit
+
+            fitting, dropped = drop_oldest(asked.messages, prompt, fits=fits, limit=limit - room)
+        if isinstance(fitting, ContextOverflow):
+            raise fitting
+        if len(fitting) > limit:
+            raise overflow(len(fitting), limit)
+        return fitting, dropped
+
+    def _request(self, asked: _Asked, prompt: Prompt, grammar: Any, deadline: float | None) -> Request:
+        """The prompt with what is asked of decoding. Limits are checked before anything is queued."""
         request = Request.of(
             prompt.transcript.tokens,
-            namespace=namespace,
-            conversation=conversation or prompt.conversation,
+            namespace=asked.namespace,
+            conversation=asked.conversation or prompt.made.conversation,
             checkpoint_at=prompt.checkpoint_at,
             pins=prompt.pins,
             visible_tokens=self._visible_tokens,
             deadline=deadline,
             **({"grammar": grammar} if grammar is not None else {}),
-            **settings,
+            **asked.settings,
         )
-        if options.tool_choice == "none":
+        if asked.options.tool_choice == "none":
             request = replace(request, sampling=request.sampling.without(self._call_tokens))
-        window = self._window(options, request, prompt)
-        if options.limit_to_context and request.max_tokens is not None and window is None:
-            room = self._backend.n_ctx - len(request.prompt)
-            request = replace(
-                request, max_tokens=min(request.max_tokens, room), continued=room < request.max_tokens
-            )
-        has_budget = options.reasoning_budget is not None and self.family.reasoning is not None
-        goes_on = has_budget or window is not None
-        readers = [
+        return request
+
+    def _limited(self, options: ChatOptions, request: Request) -> Request:
+        """A request whose reply may end where the context does, if that was asked for."""
+        if not options.limit_to_context or request.max_tokens is None:
+            return request
+        room = self._backend.n_ctx - len(request.prompt)
+        return replace(request, max_tokens=min(request.max_tokens, room), continued=room < request.max_tokens)
+
+    def _readers(
+        self,
+        asked: _Asked,
+        prompt: Prompt,
+        request: Request,
+        tools: Sequence[Tool],
+        window: ContextWindow | None,
+    ) -> list[ReplyReader]:
+        """A reader for each sample."""
+        options, call_ids = asked.options, asked.call_ids
+        budget = options.reasoning_budget if self.family.reasoning is not None else None
+        goes_on = budget is not None or window is not None
+        return [
             ReplyReader(
                 self._parser(options, prompt, tools, f"{call_ids} {index}" if call_ids else ""),
                 index=index,
                 hides=options.reasoning == "hide",
-                silent=silent,
-                is_last=not silent and (not goes_on or index == request.n - 1),
+                silent=asked.silent,
+                is_last=not asked.silent and (not goes_on or index == request.n - 1),
                 waits=goes_on or bool(tools),
-                budget=options.reasoning_budget if has_budget else None,
+                budget=budget,
                 limit=window.limit if window is not None else None,
             )
             for index in range(request.n)
         ]
-        is_call = grammar is not None
+
+    def _replies_to(
+        self,
+        prompt: Prompt,
+        request: Request,
+        readers: Sequence[ReplyReader],
+        window: ContextWindow | None,
+        *,
+        is_call: bool,
+    ) -> plans.RepliesPlan:
+        """The samples: in one request, or one after the other where each may need further requests."""
+        has_budget = readers[0].may_interrupt
 
         def sample(request: Request, reader: ReplyReader) -> plans.ReplyPlan:
+            from perdure.chat import plans
+
             first = self._reasoned(request, prompt, is_call=is_call)
             if has_budget:
                 return self._with_budget(first, request, reader, window, is_call=is_call)
             assert window is not None
             return plans.context_shift(first, reader, window)
 
-        if goes_on:
-            replies = yield from plans.samples_in_turn(request, readers, sample)
-        else:
-            request = self._reasoned(request, prompt, is_call=is_call)
-            replies = yield request, readers[0] if len(readers) == 1 else SeveralReaders(readers)
-            for reader, raw in zip(readers, replies, strict=True):
-                reader.finish(raw)
-        exchanges = []
+        if has_budget or window is not None:
+            from perdure.chat import plans
+
+            return (yield from plans.samples_in_turn(request, readers, sample))
+        request = self._reasoned(request, prompt, is_call=is_call)
+        replies = yield request, readers[0] if len(readers) == 1 else SeveralReaders(readers)
         for reader, raw in zip(readers, replies, strict=True):
-            message = reader.message
-            whole = self._transcript(prompt, raw)
-            # Hidden reasoning is remembered all the same: templates show it while the model works with tools.
-            self._builder.remember(prompt, whole, parsed, message, namespace)
-            if options.reasoning == "hide":
-                message = replace(message, reasoning=None)
-            reply = ChatReply(
-                message=message,
-                raw=reader.counted(raw),
-                dropped=dropped,
-                shifted=reader.shifted,
-                problems=argument_problems(message.tool_calls, tools) if message.tool_calls else (),
-                notes=prompt.notes,
-                difference=prompt.difference,
-                expected=prompt.expected,
-                prefill=prompt.prefill,
-            )
-            exchanges.append(Exchange(prompt, whole, reply))
-        if not request.side and prompt.prefill is None:
-            self._use_beginning(prompt, options, namespace, request.adapters)
-        if (
-            options.settle
-            and request.n == 1
-            and not request.side
-            and prompt.prefill is None
-            and reply.finish_reason in ("stop", "tool_calls")
-        ):
-            rendered, tools, _ = prompt.about
-            self.settle_next(
-                (*rendered, exchanges[0].reply.whole),
-                replace(options, tools=tools),
-                namespace=namespace,
-                known=exchanges[0].transcript,
+            reader.finish(raw)
+        return replies
+
+    def _exchange(
+        self,
+        asked: _Asked,
+        prompt: Prompt,
+        reader: ReplyReader,
+        raw: Reply,
+        tools: Sequence[Tool],
+        dropped: int,
+    ) -> Exchange:
+        """A sample as a message, with its prompt; both are remembered."""
+        message = reader.message
+        end = () if raw.end is None else (raw.end,)
+        whole = prompt.transcript + self.tokenizer.decode([*raw.tokens, *end])
+        # Hidden reasoning is remembered all the same: templates show it while the model works with tools.
+        self._builder.remember(prompt, whole, asked.messages, asked.options, message)
+        if asked.options.reasoning == "hide":
+            message = replace(message, reasoning=None)
+        reply = ChatReply(
+            message=message,
+            raw=reader.counted(raw),
+            dropped=dropped,
+            shifted=reader.shifted,
+            problems=argument_problems(message.tool_calls, tools) if message.tool_calls else (),
+            notes=prompt.notes,
+            difference=prompt.difference,
+            expected=prompt.expected,
+            prefill=prompt.prefill,
+            schema=asked.settings.get("schema"),
+        )
+        return Exchange(prompt, whole, reply)
+
+    def _idle_work(
+        self, options: ChatOptions, prompt: Prompt, request: Request, exchanges: Sequence[Exchange]
+    ) -> None:
+        """Idle work behind a reply: listeners are called, and the next prompt is prefetched."""
+        made, last = prompt.made, exchanges[-1]
+        options = replace(options, tools=made.tools)
+        for listen in self.listeners:
+            self.prefetcher.then(partial(listen, self, made, options, request.adapters))
+        if options.settle and len(exchanges) == 1 and last.reply.finish_reason in ("stop", "tool_calls"):
+            self.prefetch_next(
+                (*made.messages, last.reply.whole),
+                options,
+                namespace=made.namespace,
+                known=last.transcript,
                 adapters=request.adapters,
                 conversation=request.conversation,
             )
-        return exchanges
+
+    # Their parts.
 
     def _parser(
         self, options: ChatOptions, prompt: Prompt, tools: Sequence[Tool], call_ids: str
@@ -332,13 +500,6 @@ class ChatFormat:
             call_ids=call_ids,
             prompt=prompt.transcript.text if prompt.prefill is None else "",
         )
-
-    def _transcript(self, prompt: Prompt, reply: Reply) -> Transcript:
-        """A prompt with the reply to it."""
-        end = () if reply.end is None else (reply.end,)
-        return prompt.transcript + self.tokenizer.decode([*reply.tokens, *end])
-
-    # Submitting.
 
     @cached_property
     def _visible_tokens(self) -> frozenset[int]:
@@ -357,42 +518,6 @@ class ChatFormat:
             if meanings.get(text) in ("call", "call mark")
         )
         return frozenset(tokens) - self._backend.model.ends
-
-    def _fitting(
-        self,
-        messages: tuple[Message, ...],
-        options: ChatOptions,
-        settings: Mapping[str, Any],
-        namespace: str,
-        known: Transcript | None,
-        before: Rendering | None,
-    ) -> tuple[Prompt, int]:
-        limit = self._backend.n_ctx - 1
-
-        def prompt(remaining: Sequence[Message]) -> Prompt | ContextOverflow:
-            """What surely does not fit is never tokenised, whichever turns are left out next."""
-            try:
-                return self.prompt(
-                    remaining, options, namespace=namespace, known=known, before=before, must_fit=True
-                )
-            except ContextOverflow as error:
-                return error
-
-        dropped = 0
-        if options.overflow not in ("drop_oldest", "shift"):
-            fitting = prompt(messages)
-        else:
-            room = reply_room(settings, self._backend.n_ctx) if options.overflow != "shift" else limit // 4
-
-            def fits(each: Prompt | ContextOverflow) -> bool:
-                return isinstance(each, Prompt) and len(each) + room <= limit
-
-            fitting, dropped = drop_oldest(messages, prompt, fits=fits, limit=limit - room)
-        if isinstance(fitting, ContextOverflow):
-            raise fitting
-        if len(fitting) > limit:
-            raise overflow(len(fitting), limit)
-        return fitting, dropped
 
     def _tools(self, options: ChatOptions, settings: Mapping[str, Any]) -> tuple[tuple[Tool, ...], Any]:
         """The tools that may be called, and what holds the reply to them where it must be a call."""
@@ -416,10 +541,24 @@ class ChatFormat:
         parallel = options.parallel_tool_calls and (form.parallel or not form.exact)
         return tools, form.writer.grammar(tools, parallel=parallel, control=self._control)
 
+    @property
+    def prefetcher(self) -> Prefetcher:
+        """Made for the first conversation that has something to be read ahead."""
+        with self._prefetcher_lock:
+            if self._prefetcher is None:
+                from perdure.chat.prefetch import Prefetcher
+
+                self._prefetcher = Prefetcher(self._backend)
+            return self._prefetcher
+
     @cached_property
     def call_form(self) -> CallForm:
-        """How this template writes calls."""
-        return learn(self.template, self.family)
+        """How this template writes calls: learned from it by an extension, or else as the family does."""
+        learn = by_name("parts").get("call form")
+        if learn is not None:
+            learned: CallForm = imported(learn)(self.template, self.family)
+            return learned
+        return CallForm(self.family.writer, shown=capabilities(self.template, with_tools=True).calls)
 
     @cached_property
     def _control(self) -> dict[str, int]:
@@ -443,6 +582,8 @@ class ChatFormat:
         *,
         is_call: bool,
     ) -> plans.ReplyPlan:
+        from perdure.chat import plans
+
         markers = self.family.reasoning
         assert markers is not None
         if answer.grammar is not None:
@@ -462,6 +603,8 @@ class ChatFormat:
         """Half of what may go goes."""
         if options.overflow != "shift":
             return None
+        from perdure.chat.plans import ContextWindow
+
         if request.max_tokens is None:
             raise InvalidInputError("with overflow shift a reply could go on for ever: give max_tokens")
         n_ctx, head = self._backend.n_ctx, self._head(prompt.transcript)
@@ -503,7 +646,8 @@ def overflow(needed: int, fits: int) -> ContextOverflow:
     return ContextOverflow(
         f"the conversation needs {needed} tokens, {fits} fit (one is left for the reply). Nothing was done. "
         "Send less, open the model with a larger n_ctx, or choose an overflow policy: drop_oldest leaves out "
-        "the oldest turns",
+        "the oldest turns, shift the oldest tokens while the reply is written, and in a session fold goes on "
+        "from a summary",
         needed=needed,
         fits=fits,
     )

@@ -10,27 +10,21 @@ words and not as a token number.
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import islice
-from typing import Any, Literal
+from typing import Literal
 
 from perdure.chat.message import Message, Tool
+from perdure.chat.past_conversations import PastConversation, message_key
 from perdure.chat.transcript import shared_length
 from perdure.decode.request import ReuseReport, Timings
 
 Kind = Literal["tools", "system", "message", "reply", "history", "variables", "template"]
-_LIMIT = 32 << 20
-"""Characters of prompts that are remembered, about."""
 _SHOWN = 160
 """Characters of a line that are shown."""
 _SLACK = 128
 """Tokens that are computed again though they are kept: blocks are whole, and the last one gives logits."""
-_SIMILAR = 16
-"""Prompts that are compared with a new one, the latest first."""
 
 ADVICE: dict[Kind, str] = {
     "tools": "Send the same tools with every request of a conversation.",
@@ -53,7 +47,7 @@ class Difference:
     """Such as `system prompt, line 3`."""
     before: str
     now: str
-    """The line that differs, as it was and as it is; empty where there is none."""
+    """The line that differs, before and now; empty where there is none."""
     tokens: int
     """Of the prompt that stand before it."""
     lost: int = 0
@@ -113,101 +107,15 @@ class Miss:
         return f"{self.tokens} tokens computed again, {self.why}{shown}"
 
 
-@dataclass(frozen=True, eq=False)
-class PastPrompt:
-    """A prompt with its reply, as far as later ones are compared with it."""
-
-    messages: tuple[Message, ...]
-    """The reply is the last one."""
-    tools: tuple[Tool, ...]
-    variables: Mapping[str, Any]
-    text: str
-    """All that the model read and wrote."""
-    conversation: str = ""
-    """What tells its conversation from others."""
-
-    @cached_property
-    def keys(self) -> frozenset[tuple[object, ...]]:
-        """Its messages, as they are compared. Most prompts are gone on from, and never asked for them."""
-        return frozenset(map(_key, self.messages))
-
-    def is_said_in(self, messages: Sequence[Message]) -> bool:
-        """Whether a conversation of these messages is the same one: a reply is in both."""
-        # One that goes on has the reply where it was given.
-        there = messages[len(self.messages) - 1 : len(self.messages)]
-        if there and there[0].role == "assistant" and _key(there[0]) == _key(self.messages[-1]):
-            return True
-        return any(message.role == "assistant" and _key(message) in self.keys for message in messages)
-
-    @property
-    def size(self) -> int:
-        return 2 * len(self.text) + 256 * len(self.messages)
-
-
-class PastPrompts:
-    """The latest prompts by namespace, up to a number of characters. Safe from any thread."""
-
-    def __init__(self, *, limit: int = _LIMIT) -> None:
-        self._limit = limit
-        self._lock = threading.Lock()
-        self._held: dict[PastPrompt, str] = {}
-        """All of them with their namespaces, the oldest first."""
-        self._by_namespace: dict[str, dict[PastPrompt, None]] = {}
-        self._size = 0
-
-    def store(self, past: PastPrompt, namespace: str, instead_of: PastPrompt | None) -> None:
-        """Remember a prompt; the one that it goes on from need not be."""
-        with self._lock:
-            if instead_of is not None and instead_of in self._held:
-                self._drop(instead_of)
-            self._held[past] = namespace
-            self._by_namespace.setdefault(namespace, {})[past] = None
-            self._size += past.size
-            while self._size > self._limit and self._held:
-                self._drop(next(iter(self._held)))
-
-    def _drop(self, past: PastPrompt) -> None:
-        namespace = self._held.pop(past)
-        prompts = self._by_namespace[namespace]
-        del prompts[past]
-        if not prompts:
-            del self._by_namespace[namespace]
-        self._size -= past.size
-
-    def closest(self, messages: Sequence[Message], text: str, namespace: str) -> PastPrompt | None:
-        """The prompt before this one in its conversation, as far as can be told: the longest one that this
-        text goes on from; else the one that has most of these messages, and of those the one whose text has
-        most in common with this one."""
-        with self._lock:
-            near = list(islice(reversed(self._by_namespace.get(namespace, {})), _SIMILAR))
-        if begun := [past for past in near if text.startswith(past.text)]:
-            return max(begun, key=lambda past: len(past.text))
-        keys = {_key(message) for message in messages if message.role not in ("system", "developer")}
-        best, best_score = None, (0, 0)
-        for past in near:
-            same = len(keys & past.keys)
-            if same and (score := (same, shared_length(text, past.text))) > best_score:
-                best, best_score = past, score
-        return best
-
-
-def first_difference(
-    past: PastPrompt,
-    messages: Sequence[Message],
-    tools: Sequence[Tool],
-    variables: Mapping[str, Any],
-    text: str,
-    cuts: Sequence[tuple[int, int]],
-    shared: int,
-) -> Difference | None:
-    """Where `text`, made of these, departs from a past prompt, with which it shares that many characters;
-    None where it goes on from all of it."""
-    if shared >= min(len(past.text), len(text)):
+def first_difference(past: PastConversation, now: PastConversation, shared: int) -> Difference | None:
+    """Where a prompt departs from a past one, with which it shares that many characters; None where it goes
+    on from all of it."""
+    if shared >= min(len(past.text), len(now.text)):
         return None
+    cuts = now.transcript.cuts
     tokens = tokens_at(cuts, shared)
-    lost = max(0, tokens_at(cuts, _history_end(messages, text)) - tokens)
-    difference = _difference(past, messages, tools, variables, text, shared)
-    return replace(difference, tokens=tokens, lost=lost)
+    lost = max(0, tokens_at(cuts, _history_end(now.messages, now.text)) - tokens)
+    return replace(_difference(past, now, shared), tokens=tokens, lost=lost)
 
 
 def tokens_at(cuts: Sequence[tuple[int, int]], chars: int) -> int:
@@ -224,22 +132,15 @@ def _history_end(messages: Sequence[Message], text: str) -> int:
     return len(text) if start < 0 else start
 
 
-def _difference(
-    past: PastPrompt,
-    messages: Sequence[Message],
-    tools: Sequence[Tool],
-    variables: Mapping[str, Any],
-    text: str,
-    shared: int,
-) -> Difference:
-    by_tools = _tools(past.tools, tools)
-    by_message = _messages(past.messages, messages)
+def _difference(past: PastConversation, now: PastConversation, shared: int) -> Difference:
+    by_tools = _tools(past.tools, now.tools)
+    by_message = _messages(past.messages, now.messages)
     if by_tools is not None and by_message is not None:
         # Whichever stands first in the text: a tool that differs, or a message before it.
         at = by_message[3]
-        content = (messages[at].content or "") if at < len(messages) else ""
-        start = text.find(content[:64]) if content else -1
-        tool = min((text.find(each.name) for each in tools), default=-1)
+        content = (now.messages[at].content or "") if at < len(now.messages) else ""
+        start = now.text.find(content[:64]) if content else -1
+        tool = min((now.text.find(each.name) for each in now.tools), default=-1)
         if 0 <= start <= shared < start + len(content) and not (start < tool <= shared):
             by_tools = None
     if by_tools is not None:
@@ -247,13 +148,13 @@ def _difference(
     if by_message is not None:
         kind, place, lines, _ = by_message
         return Difference(kind=kind, place=place, before=lines[0], now=lines[1], tokens=0)
-    for name in sorted({*past.variables, *variables}):
-        if past.variables.get(name) != variables.get(name):
-            was, now = past.variables.get(name), variables.get(name)
+    for name in sorted({*past.variables, *now.variables}):
+        was, value = past.variables.get(name), now.variables.get(name)
+        if was != value:
             place = f"template variable {name}"
-            return Difference(kind="variables", place=place, before=repr(was), now=repr(now), tokens=0)
-    before, now = _lines_at(past.text, shared), _lines_at(text, shared)
-    return Difference(kind="template", place="the template", before=before, now=now, tokens=0)
+            return Difference(kind="variables", place=place, before=repr(was), now=repr(value), tokens=0)
+    before, line = _lines_at(past.text, shared), _lines_at(now.text, shared)
+    return Difference(kind="template", place="the template", before=before, now=line, tokens=0)
 
 
 def _tools(before: Sequence[Tool], now: Sequence[Tool]) -> str | None:
@@ -274,12 +175,12 @@ def _messages(
 ) -> tuple[Kind, str, tuple[str, str], int] | None:
     """The first message that differs: kind, place, the lines, its index."""
     for at, (old, new) in enumerate(zip(before, now, strict=False)):
-        if _key(old) == _key(new):
+        if message_key(old) == message_key(new):
             continue
         is_reply = at == len(before) - 1 and old.role == "assistant"
-        if at + 1 < len(now) and _key(now[at + 1]) == _key(old):
+        if at + 1 < len(now) and message_key(now[at + 1]) == message_key(old):
             return "history", f"messages[{at}] ({new.role}): put in", ("", ""), at
-        if at + 1 < len(before) and _key(before[at + 1]) == _key(new):
+        if at + 1 < len(before) and message_key(before[at + 1]) == message_key(new):
             return "history", f"messages[{at}] ({old.role}): left out", ("", ""), at
         if old.role != new.role:
             if len(now) < len(before):
@@ -302,12 +203,6 @@ def _messages(
     if len(now) < len(before) - 1:
         return "history", f"messages[{len(now)}] on: left out", ("", ""), len(now)
     return None
-
-
-def _key(message: Message) -> tuple[object, ...]:
-    """What two messages are the same by. Reasoning comes back from few clients, and spaces are trimmed."""
-    calls = tuple((call.name, call.arguments) for call in message.tool_calls)
-    return message.role, (message.content or "").strip(), calls
 
 
 def _changed_line(before: str, now: str) -> tuple[int, tuple[str, str]]:

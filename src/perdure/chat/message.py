@@ -2,18 +2,71 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, cast
 
+from perdure.atomic import read_file
+from perdure.checks import is_whole
 from perdure.errors import InvalidInputError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _PLAIN_ROLES = ("system", "user", "assistant")
+DRAWN_ID = re.compile(r"call_[0-9a-f]{24}")
+"""The ids that are drawn for calls which the model gives none. What a model writes so is no id."""
 _SHORT = 1024
 """Characters of a message that is remembered."""
+_IMAGE_BYTES = 64 << 20
+"""Of the file of an image."""
+_DIGEST = re.compile("[0-9a-f]{64}")
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+"""What may be half of a surrogate pair, written as an escape."""
+
+
+class Image:
+    """A picture: a file (PNG, JPEG, WebP, GIF), or its bytes. It is encoded when a model first reads it.
+
+    Two are equal if their files are. `data` is None for one that a session names: the store has its file.
+    """
+
+    __slots__ = ("data", "digest")
+
+    def __init__(self, source: str | os.PathLike[str] | bytes) -> None:
+        if isinstance(source, (bytes, bytearray, memoryview)):
+            self.data: bytes | None = bytes(source)
+        elif isinstance(source, (str, os.PathLike)):
+            try:
+                self.data = read_file(Path(source), _IMAGE_BYTES)
+            except OSError as error:
+                raise InvalidInputError(f"the image {source} cannot be read: {error.strerror}") from None
+        else:
+            raise InvalidInputError(f"an image is a path or bytes, got {type(source).__name__}")
+        self.digest = hashlib.sha256(self.data).hexdigest()
+        """The SHA-256 of the file, in hex."""
+
+    @classmethod
+    def kept(cls, digest: object, where: str) -> Image:
+        """One whose file is in the store."""
+        if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+            raise InvalidInputError(f"{where}: a digest must be a SHA-256 in hex, got {digest!r}")
+        image = cls.__new__(cls)
+        image.data, image.digest = None, digest
+        return image
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Image) and other.digest == self.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        return f"Image({self.digest[:12]}…)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +76,11 @@ class ToolCall:
     id: str
     name: str
     arguments: str
+
+    @property
+    def has_drawn_id(self) -> bool:
+        """Whether its id was drawn here: a client that sends it has the reply with this very call."""
+        return DRAWN_ID.fullmatch(self.id) is not None
 
     @property
     def parsed(self) -> dict[str, Any]:
@@ -57,7 +115,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One message. Its parts are plain text, whatever shape they came in."""
+    """One message. Its parts are plain text and images, whatever shape they came in."""
 
     role: str
     content: str | None = None
@@ -65,6 +123,8 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     name: str | None = None
+    images: tuple[tuple[int, Image], ...] = ()
+    """Those in the content, each with the number of characters before it."""
 
     @classmethod
     def parse(cls, value: object, where: str = "message") -> Message:
@@ -77,7 +137,11 @@ class Message:
         role = fields.get("role")
         if role not in ROLES:
             raise InvalidInputError(f"{where}.role must be one of {', '.join(ROLES)}, got {role!r}")
-        content = _content(fields.get("content"), f"{where}.content")
+        content, images = _content(fields.get("content"), f"{where}.content")
+        if "images" in fields:
+            images = _kept_images(fields["images"], content or "", f"{where}.images")
+        if images and role not in ("user", "tool"):
+            raise InvalidInputError(f"{where}.content: only a user or a tool sends images, this is {role}")
         reasoning, calls = None, fields.get("tool_calls") or ()
         for field_name in ("reasoning_content", "reasoning"):
             if fields.get(field_name) is not None:
@@ -100,6 +164,7 @@ class Message:
             tool_calls=parsed,
             tool_call_id=_optional(fields.get("tool_call_id"), f"{where}.tool_call_id"),
             name=_optional(fields.get("name"), f"{where}.name"),
+            images=images,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -113,6 +178,9 @@ class Message:
             shape["tool_call_id"] = self.tool_call_id
         if self.name is not None:
             shape["name"] = self.name
+        if self.images:
+            # By digest: their files are in the store.
+            shape["images"] = [[at, image.digest] for at, image in self.images]
         return shape
 
 
@@ -126,9 +194,14 @@ class Tool:
 
     @classmethod
     def parse(cls, value: object, where: str = "tool") -> Tool:
-        """A tool out of a Tool or a mapping in OpenAI's shape, with or without its envelope."""
+        """A tool out of a Tool, a mapping in OpenAI's shape, with or without its envelope, or a typed
+        function."""
         if isinstance(value, cls):
             return value
+        if callable(value):
+            from perdure.chat.function_tool import described
+
+            value = described(value)
         fields = _mapping(value, where)
         if "function" in fields or "type" in fields:
             if fields.get("type", "function") != "function":
@@ -186,31 +259,59 @@ def _plain(role: str, content: str) -> Message:
     return Message(role=role, content=content)
 
 
-def _content(value: object, where: str) -> str | None:
+def _content(value: object, where: str) -> tuple[str | None, tuple[tuple[int, Image], ...]]:
+    """A text, and the images in it."""
     if value is None or isinstance(value, str):
-        return value if value is None else _text(value, where)
+        return (value if value is None else _text(value, where)), ()
     if not isinstance(value, (list, tuple)):
         raise InvalidInputError(f"{where} must be text, got {type(value).__name__}")
-    texts = []
+    texts: list[str] = []
+    images: list[tuple[int, Image]] = []
     for index, part in enumerate(value):
+        if isinstance(part, str):
+            texts.append(_text(part, f"{where}[{index}]"))
+            continue
+        if isinstance(part, Image):
+            images.append((sum(map(len, texts)), part))
+            continue
         fields = _mapping(part, f"{where}[{index}]")
         kind = fields.get("type")
         if kind != "text":
             raise InvalidInputError(
-                f'{where}[{index}].type must be "text", got {kind!r}: images, audio and files cannot be read'
+                f'{where}[{index}].type must be "text", got {kind!r}: an image is a perdure.Image, audio and '
+                "files cannot be read"
             )
         texts.append(_text(fields.get("text"), f"{where}[{index}].text"))
-    return "".join(texts)
+    return "".join(texts), tuple(images)
+
+
+def _kept_images(value: object, content: str, where: str) -> tuple[tuple[int, Image], ...]:
+    """Images whose files are in the store, as `to_dict` writes them."""
+    images: list[tuple[int, Image]] = []
+    for entry in value if isinstance(value, (list, tuple)) else ():
+        at, digest = entry if isinstance(entry, (list, tuple)) and len(entry) == 2 else (None, None)
+        least = images[-1][0] if images else 0
+        if not is_whole(at) or not least <= at <= len(content):
+            raise InvalidInputError(
+                f"{where} are pairs of a place in the content and a digest, got {entry!r}"
+            )
+        images.append((at, Image.kept(digest, where)))
+    return tuple(images)
 
 
 def _arguments(text: str, where: str) -> dict[str, Any]:
     try:
-        parsed = json.loads(text)
+        parsed: Any = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InvalidInputError(f"{where} must be JSON: {error}") from None
     if not isinstance(parsed, dict):
         raise InvalidInputError(f"{where} must be a JSON object, got {type(parsed).__name__}")
-    return parsed
+    if _SURROGATE.search(text) is not None:
+        # A history may have half a pair, and no tokenizer reads it.
+        whole = json.dumps(parsed, ensure_ascii=False).encode("utf-16", "surrogatepass")
+        parsed = json.loads(whole.decode("utf-16", "replace"))
+    mapping: dict[str, Any] = parsed
+    return mapping
 
 
 def _json(value: Mapping[str, Any], where: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any, TypedDict, Unpack
 from perdure.chat.message import Message, Tool, ToolCall
 from perdure.chat.parsing.call_writer import CallText, CallWriter
 from perdure.chat.template.capabilities import (
-    Capabilities,
+    TemplateCapabilities,
     capabilities,
     given_tools,
 )
@@ -58,9 +58,9 @@ class MessageNormaliser:
         self._template = template
         self._writer = writer
         self._guard = guard
-        self._capabilities: dict[bool, Capabilities] = {}
+        self._capabilities: dict[bool, TemplateCapabilities] = {}
 
-    def capabilities(self, *, with_tools: bool) -> Capabilities:
+    def capabilities(self, *, with_tools: bool) -> TemplateCapabilities:
         if (shown := self._capabilities.get(with_tools)) is None:
             shown = self._capabilities[with_tools] = capabilities(self._template, with_tools=with_tools)
         return shown
@@ -74,7 +74,7 @@ class MessageNormaliser:
         now: datetime | None = None,
         unchanged: int = 0,
     ) -> Normalised:
-        """Messages, of which the first `unchanged` have no calls and were seen to stay as they are."""
+        """Messages, of which the first `unchanged` have no calls and are rendered unchanged."""
         shown = self.capabilities(with_tools=bool(tools))
         if not tools and keep_reasoning is None and _is_plain(messages, shown, unchanged):
             return Normalised(tuple(messages), (), {}, ())
@@ -93,7 +93,7 @@ class MessageNormaliser:
 class _Normalising:
     """One conversation on its way into a template's form."""
 
-    shown: Capabilities
+    shown: TemplateCapabilities
     writer: CallWriter
     guard: Guard
     notes: dict[str, None] = field(default_factory=dict)
@@ -211,7 +211,7 @@ class _Normalising:
             if not self.shown.split_text:
                 self.note("text beside calls: not shown by the template")
             else:
-                self.note("text beside calls: written as a message of its own")
+                self.note("text beside calls: written as a separate message")
                 text_only = replace(message, tool_calls=(), reasoning=None)
                 return [text_only, self._form(replace(message, content=None))]
         return [self._form(message)]
@@ -333,8 +333,8 @@ class _Normalising:
         return {}
 
 
-def _is_plain(messages: Sequence[Message], shown: Capabilities, unchanged: int) -> bool:
-    """Whether messages stay as they are: at most one of the system, at the start, then the user and the
+def _is_plain(messages: Sequence[Message], shown: TemplateCapabilities, unchanged: int) -> bool:
+    """Whether messages need no change: at most one of the system, at the start, then the user and the
     assistant in turn, without calls. Almost all are so, and whole histories come again and again."""
     messages = messages[max(0, unchanged - 1) :]
     roles = list(map(attrgetter("role"), messages))

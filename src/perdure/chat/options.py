@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 from perdure.chat.message import Tool
 from perdure.config import Overflow, ReasoningMode
-from perdure.decode.request import KeptPrefix, ReplyKeywords
+from perdure.decode.request import KEYWORDS, KeptPrefix, ReplyKeywords
 from perdure.errors import InvalidInputError
-from perdure.options import check_options, option
+from perdure.options import check_options, option, unknown_options
 
 _KWARGS = "chat_template_kwargs"
 """What vLLM and llama.cpp call `variables`."""
@@ -51,7 +51,7 @@ class ChatOptions:
         unset="left to the template",
     )
     continue_final_message: bool = option(
-        False, help="whether the reply goes on from the last message, which is the assistant's"
+        False, help="whether the reply continues the last message, which is the assistant's"
     )
     add_generation_prompt: bool | None = option(
         None,
@@ -61,7 +61,7 @@ class ChatOptions:
     date: str | None = option(
         None,
         characters=40,
-        help="the day, or the moment, that a template is told when it asks, in ISO 8601",
+        help="the date, or the date and time, that a template reads, in ISO 8601",
         unset="today",
     )
     stable_prefix: bool = option(
@@ -71,7 +71,7 @@ class ChatOptions:
         0,
         low=0,
         high=1 << 20,
-        help="tokens of the next prompt's beginning to read after the reply, while nobody else is served",
+        help="tokens of the next prompt's beginning to read after the reply, while no request is served",
     )
     cache_marks: Sequence[KeptPrefix] = ()
     """Up to where the state of the conversation is to be kept for a time."""
@@ -92,13 +92,13 @@ class ChatOptions:
         check_options(self)
         if self.continue_final_message and self.add_generation_prompt:
             raise InvalidInputError(
-                "continue_final_message goes on from a message, and add_generation_prompt begins another: "
+                "continue_final_message continues a message, and add_generation_prompt begins another: "
                 "set one of them"
             )
         if len(self.cache_marks) > _MARKS or not all(
             isinstance(m, KeptPrefix) and m.after is not None for m in self.cache_marks
         ):
-            raise InvalidInputError(f"cache_marks are at most {_MARKS} of type CacheMark")
+            raise InvalidInputError(f"cache_marks are at most {_MARKS} of type KeptPrefix")
         try:
             _ = self.now
         except (TypeError, ValueError):
@@ -111,6 +111,8 @@ class ChatOptions:
     @classmethod
     def split(cls, keywords: Mapping[str, Any]) -> tuple[ChatOptions, dict[str, Any]]:
         """The options among a caller's keywords, and the other keywords: those of `Request.of`."""
+        if unknown := unknown_options(keywords, KEYWORDS | cls.__dataclass_fields__.keys() | {_KWARGS}):
+            raise unknown
         own = {name: value for name, value in keywords.items() if name in cls.__dataclass_fields__}
         others = {name: value for name, value in keywords.items() if name not in own and name != _KWARGS}
         own["tools"] = tuple(Tool.parse(tool) for tool in own.get("tools") or ())
@@ -127,7 +129,7 @@ class ChatOptions:
 class TurnKeywords(ReplyKeywords, total=False):
     """How a turn of a conversation is made."""
 
-    tools: Sequence[Tool | Mapping[str, Any]] | None
+    tools: Sequence[Tool | Mapping[str, Any] | Callable[..., Any]] | None
     tool_choice: ToolChoice
     parallel_tool_calls: bool
     reasoning: ReasoningMode

@@ -14,36 +14,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from perdure.chat.message import Message
-from perdure.chat.prompt_builder import Prompt
+from perdure.chat.prompt_builder import ExchangePlan
 from perdure.chat.reply import ChatDelta, ChatReply, ReplyReader
-from perdure.chat.transcript import Transcript
 from perdure.decode.request import Reply, Request
 from perdure.decode.stream import DeltaReader
 from perdure.errors import ContextOverflow, SessionError
 
 ReplyPlan: TypeAlias = Generator[tuple[Request, DeltaReader[ChatDelta] | None], list[Reply], Reply]
 """The plan of one sample."""
+RepliesPlan: TypeAlias = Generator[tuple[Request, DeltaReader[ChatDelta] | None], list[Reply], list[Reply]]
+"""The plan of several."""
 SUMMARY_REQUEST = "Summarise our conversation so far: names, facts, decisions, open questions."
 _SHORTER = "Summarise our conversation so far in one short sentence."
 SUMMARY_TRIES = ((SUMMARY_REQUEST, 0.0), (SUMMARY_REQUEST, 0.7), (_SHORTER, 1.0))
 """What is asked for, and at which temperature. A small model may have nothing to say at first, or not come to
 an end."""
-
-
-class Exchange(NamedTuple):
-    """A prompt, the reply to it, and the transcript of both."""
-
-    prompt: Prompt
-    transcript: Transcript
-    reply: ChatReply
-
-
-ExchangePlan: TypeAlias = Generator[
-    tuple[Request, DeltaReader[ChatDelta] | None], list[Reply], list[Exchange]
-]
 
 
 def once(request: Request, reader: ReplyReader) -> ReplyPlan:
@@ -58,8 +46,8 @@ def once(request: Request, reader: ReplyReader) -> ReplyPlan:
 
 def samples_in_turn(
     request: Request, readers: Sequence[ReplyReader], sample: Callable[[Request, ReplyReader], ReplyPlan]
-) -> Generator[tuple[Request, DeltaReader[ChatDelta] | None], list[Reply], list[Reply]]:
-    """One sample after the other: each may go on in requests of its own."""
+) -> RepliesPlan:
+    """One sample after the other: each may need further requests."""
     # Seeded here: what goes on in another request draws with the same seed.
     sampling = request.sampling.seeded()
     replies = []

@@ -3,50 +3,55 @@ before calls of tools among them."""
 
 from __future__ import annotations
 
-import re
 import secrets
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import cached_property, lru_cache
-from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from perdure.backend import Backend
-from perdure.chat.difference import Difference, PastPrompt, PastPrompts, first_difference, tokens_at
-from perdure.chat.message import Message, Tool, ToolCall
+from perdure.chat.message import Image, Message, Tool, ToolCall
 from perdure.chat.normaliser import MessageNormaliser, Normalised
 from perdure.chat.options import ChatOptions
 from perdure.chat.parsing.family import Family, Markers
-from perdure.chat.reply import Prefill
-from perdure.chat.template.template import Guard, Rendering, RenderingCache, Template, TemplateRenderer
-from perdure.chat.transcript import ChatTokenizer, Transcript, TranscriptCache, shared_length
-from perdure.chat.volatile import VolatileText
-from perdure.decode.request import KeptPrefix, check_prompt_size
+from perdure.chat.past_conversations import CallKeys, PastConversation, PastConversations, closest
+from perdure.chat.reply import ChatDelta, ChatReply, Prefill
+from perdure.chat.template.template import Guard, Rendering, Template, TemplateRenderer
+from perdure.chat.transcript import (
+    ChatTokenizer,
+    ImageTokens,
+    Transcript,
+    marked,
+    shared_length,
+    unguarded,
+)
+from perdure.config import checks_prompts
+from perdure.decode.request import KeptPrefix, Reply, Request, check_prompt_size
+from perdure.decode.stream import DeltaReader
 from perdure.errors import PerdureError
+from perdure.extension import part
 
-_Key = tuple[str, ...]
-_LIMIT = 4 << 20
-"""Characters of reasoning that are remembered."""
+if TYPE_CHECKING:
+    from perdure.chat.difference import Difference
+    from perdure.chat.prompt_rules import PromptRules
+
+
 _SHORT = 1024
 """Characters of a text that is looked through once."""
-_OURS = re.compile(r"call_[0-9a-f]{24}")
-"""An id that was drawn here, and so is of one call only."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """Messages as the model reads them, up to where its reply begins."""
 
-    transcript: Transcript
+    made: PastConversation
+    """What it was made of, and what later prompts may go on from."""
     thinking: bool
     """Whether it has opened the model's reasoning."""
     checkpoint_at: tuple[int, ...] = ()
     pins: tuple[KeptPrefix, ...] = ()
-    rendering: Rendering | None = None
-    """What the next prompt of the same conversation may go on from."""
     prefill: Prefill | None = None
     """The beginning of the reply, where a caller wrote it."""
     notes: tuple[str, ...] = ()
@@ -55,15 +60,56 @@ class Prompt:
     """Where it departs from the prompt before it in its conversation."""
     expected: int = 0
     """Tokens that were read or written in that prompt."""
-    past: PastPrompt | None = None
-    """That prompt."""
-    conversation: str = ""
-    """What tells its conversation from others, as far as can be told by the messages."""
-    about: tuple[tuple[Message, ...], tuple[Tool, ...], Mapping[str, Any]] = ((), (), MappingProxyType({}))
-    """Messages, tools and variables that it was made of."""
+
+    @property
+    def transcript(self) -> Transcript:
+        return self.made.transcript
 
     def __len__(self) -> int:
-        return len(self.transcript.tokens)
+        return len(self.made.transcript.tokens)
+
+
+class Exchange(NamedTuple):
+    """A prompt, the reply to it, and the transcript of both."""
+
+    prompt: Prompt
+    transcript: Transcript
+    reply: ChatReply
+
+
+ExchangePlan: TypeAlias = Generator[
+    tuple[Request, DeltaReader[ChatDelta] | None], list[Reply], list[Exchange]
+]
+
+
+class PromptCheck(Protocol):
+    """Checks where the words of prompts come from."""
+
+    def check(
+        self,
+        text: str,
+        messages: Sequence[Message],
+        put_back: Mapping[str, str],
+        tools: Sequence[Tool],
+        variables: Mapping[str, Any] | None,
+        now: datetime | None,
+    ) -> object:
+        """Raise for a word of a prompt that nobody said. `put_back` is what was remembered of calls."""
+        ...
+
+
+class ImageReader(Protocol):
+    """What turns images into tokens: an extension brings it."""
+
+    def tokens(self, image: Image, namespace: str) -> Sequence[int]:
+        """What stands for an image in a prompt, ids below zero among them. It may take seconds."""
+        ...
+
+    def keep(self, image: Image, namespace: str) -> None:
+        """Have the file of an image that a session names."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class PromptBuilder:
@@ -74,26 +120,38 @@ class PromptBuilder:
     """
 
     def __init__(
-        self, backend: Backend, template: Template, family: Family, tokenizer: ChatTokenizer
+        self,
+        backend: Backend,
+        template: Template,
+        family: Family,
+        tokenizer: ChatTokenizer,
+        open_images: Callable[[], ImageReader],
     ) -> None:
+        """`open_images` gives what reads images, or says why there is nothing."""
         self._backend = backend
         self._family = family
         self._tokenizer = tokenizer
-        self._transcript_cache = TranscriptCache(tokenizer)
-        guard = Guard(_once(tokenizer.guard_field), tokenizer.guard_name)
+        guard_field = _once(tokenizer.guard_field)
+        guard = Guard(lambda text: unguarded(guard_field(text)), tokenizer.guard_name)
+        self._open_images = open_images
         self._normaliser = MessageNormaliser(template, family.writer, guard)
         self._renderer = TemplateRenderer(template, guard)
-        self._rendering_cache = RenderingCache()
-        self._reasoning_cache = ReasoningCache()
-        self._volatile = VolatileText()
-        self._past = PastPrompts()
+        self._past = PastConversations(tokenizer)
+        self._provenance: PromptCheck | None = None
+        if checks_prompts():
+            self._provenance = part("PERDURE_CHECK_PROMPTS", "inspection")(template, family.writer)
         self._needs_checkpoint = backend.model.memory.needs_checkpoint
 
     @cached_property
+    def rules(self) -> PromptRules:
+        """Loaded for prompts that no session wrote."""
+        from perdure.chat.prompt_rules import PromptRules
+
+        return PromptRules()
+
+    @cached_property
     def _markers(self) -> Markers | None:
-        """The markers of reasoning, where they are marks of the model."""
-        markers = self._family.reasoning
-        return markers if markers is not None and markers.close in self._tokenizer.marks.values() else None
+        return reasoning_markers(self._family, self._tokenizer)
 
     def prompt(
         self,
@@ -110,19 +168,20 @@ class PromptBuilder:
         it is tokenised."""
         options = options or ChatOptions()
         moved: tuple[str, ...] = ()
+        images = self._image_tokens(messages, namespace)
+        if images is not None:
+            messages = with_marks(messages)
+        sent = messages
+        messages, put_back = self._past.with_reasoning(messages, namespace, options)
         if options.stable_prefix and known is None and before is None:
-            messages, about_text = self._volatile.stabilise(messages, namespace)
-            tools, about_tools = self._volatile.ordered(options.tools, namespace)
+            messages, tools, moved = self.rules.apply(messages, options.tools, namespace)
             options = replace(options, tools=tools)
-            moved = (*about_text, *about_tools)
-        messages = self._reasoning_cache.put_back(messages, namespace)
-        if self._markers is not None:
-            messages = tuple(map(self._with_reasoning_apart, messages))
+        messages = with_reasoning_apart(messages, self._markers)
         prefill = Prefill.of(messages, self._family) if options.continue_final_message else None
         unchanged = len(before.messages) if before is not None and before.begins(messages) else 0
         normalised = self._normalised(messages, options, unchanged)
         if before is None and known is None:
-            before = self._rendering_cache.lookup(normalised.messages, namespace)
+            before = self._past.rendering(normalised.messages, namespace)
             if before is not None:
                 # The very same messages are compared at once.
                 same = before.messages + normalised.messages[len(before.messages) :]
@@ -136,9 +195,19 @@ class PromptBuilder:
             text, rendering = self._rendered(normalised, options, before)
         if must_fit:
             check_prompt_size(text, self._backend.model, self._backend.n_ctx - 1)
-        if rendering is not None and known is None:
-            self._rendering_cache.store(rendering, namespace, instead_of=before)
-        transcript = self._transcript(text, namespace, known)
+        near = self._past.near(text, namespace)
+        transcript = self._transcript(text, near, known, images)
+        if self._provenance is not None and images is None:
+            model = self._backend.model
+            read = b"".join(model.piece(token, special=True) for token in transcript.tokens)
+            self._provenance.check(
+                read.decode("utf-8", "replace"),
+                sent,
+                {key[-1]: thought for key, thought in put_back.items()},
+                options.tools,
+                options.variables,
+                options.now,
+            )
         if prefill is not None:
             thinking = prefill.part == "reasoning"
         else:
@@ -146,45 +215,65 @@ class PromptBuilder:
         needs_checkpoint = self._needs_checkpoint and prefill is None and options.opens_reply
         pins = self._pins(messages, options, transcript)
         departures = self._departures(messages, options, transcript, rendering) if needs_checkpoint else ()
-        past = self._past.closest(messages, text, namespace)
+        past = closest(near, messages, text)
+        is_same = past is not None and past.is_said_in(messages)
+        made = PastConversation(
+            namespace,
+            messages,
+            options.tools,
+            normalised.variables,
+            transcript,
+            rendering=rendering,
+            reasoning=put_back,
+            conversation=past.conversation if past is not None and is_same else secrets.token_hex(8),
+        )
         difference, expected = None, 0
         if past is not None:
+            from perdure.chat.difference import first_difference, tokens_at
+
             shared = shared_length(text, past.text)
             expected = tokens_at(transcript.cuts, shared)
-            difference = first_difference(
-                past, messages, options.tools, normalised.variables, text, transcript.cuts, shared
-            )
+            difference = first_difference(past, made, shared)
         return Prompt(
-            transcript,
+            made,
             thinking=thinking,
             checkpoint_at=tuple(sorted({*departures, *(pin.length for pin in pins)})),
             pins=pins,
-            rendering=rendering,
             prefill=prefill,
             notes=(*moved, *normalised.notes),
             difference=difference,
             expected=expected,
-            past=past,
-            conversation=(
-                past.conversation if past is not None and past.is_said_in(messages) else secrets.token_hex(8)
-            ),
-            about=(messages, options.tools, normalised.variables),
         )
 
-    def stabilise(self, messages: Sequence[Message], namespace: str) -> tuple[Message, ...]:
-        """The messages with volatile text in its place."""
-        return self._volatile.stabilise(messages, namespace)[0]
+    def reads_alike(self, first: Sequence[Message], second: Sequence[Message], options: ChatOptions) -> bool:
+        """Whether the template makes the same text of two histories."""
+
+        def text(messages: Sequence[Message]) -> str:
+            messages = with_reasoning_apart(with_marks(messages), self._markers)
+            return self._whole(self._normalised(messages, options), options, reply_follows=True)
+
+        try:
+            return text(first) == text(second)
+        except PerdureError:
+            # What cannot be shown is refused where it is asked for.
+            return False
 
     def remember(
-        self, prompt: Prompt, whole: Transcript, history: Sequence[Message], reply: Message, namespace: str
+        self,
+        prompt: Prompt,
+        whole: Transcript,
+        history: Sequence[Message],
+        options: ChatOptions,
+        reply: Message,
     ) -> None:
-        """Remember a prompt with the reply to it, for prompts that go on from both."""
-        self._transcript_cache.store(whole, namespace)
-        messages, tools, variables = prompt.about
-        past = PastPrompt((*messages, reply), tools, variables, whole.text, prompt.conversation)
-        goes_on = prompt.past is not None and prompt.difference is None
-        self._past.store(past, namespace, prompt.past if goes_on else None)
-        self._reasoning_cache.store(history, reply, namespace)
+        """Remember a prompt with the reply to it, for prompts that go on from both. `history` and `options`
+        are what it was asked with."""
+        made, reasoning = prompt.made, dict(prompt.made.reasoning)
+        history = with_marks(history)
+        if reply.reasoning and reply.tool_calls:
+            reasoning[CallKeys(made.namespace, options, history).of(reply)] = reply.reasoning
+        messages = (*made.messages, reply)
+        self._past.store(replace(made, messages=messages, transcript=whole, reasoning=reasoning))
 
     def beginning(
         self,
@@ -198,6 +287,8 @@ class PromptBuilder:
         """The tokens that every prompt of these messages and one more begins with. They are as they were made
         for the template before; `known` is a transcript that they may go on from."""
         options = replace(options, continue_final_message=False, add_generation_prompt=None, cache_marks=())
+        images = self._image_tokens(messages, namespace)
+        messages = with_marks(messages)
         calls = messages[-1].tool_calls if messages else ()
         texts = []
         for word in ("y", "z"):
@@ -207,7 +298,7 @@ class PromptBuilder:
             normalised = self._normalised((*messages, more), options)
             texts.append(self._rendered(normalised, options, before)[0])
         shared = shared_length(*texts)
-        transcript = self._transcript(texts[0], namespace, known)
+        transcript = self._transcript(texts[0], self._past.near(texts[0], namespace), known, images)
         length = max((tokens for chars, tokens in transcript.cuts if chars <= shared), default=0)
         return transcript.tokens[:length]
 
@@ -254,31 +345,29 @@ class PromptBuilder:
 
         return prefill.text(earlier, render, self._tokenizer.guard_field, self._family)
 
-    def _transcript(self, text: str, namespace: str, known: Transcript | None) -> Transcript:
+    def _image_tokens(self, messages: Sequence[Message], namespace: str) -> ImageTokens | None:
+        """What gives the tokens of the images in messages; None where there are none."""
+        images = {image.digest: image for message in messages for _, image in message.images}
+        if not images:
+            return None
+        reader = self._open_images()
+        return lambda digest: reader.tokens(images[digest], namespace)
+
+    def _transcript(
+        self,
+        text: str,
+        near: Sequence[PastConversation],
+        known: Transcript | None,
+        images: ImageTokens | None = None,
+    ) -> Transcript:
         """The tokens of a text. Only what is new of it is tokenised."""
         base = self._tokenizer.shared_prefix(text, known) if known is not None else None
         if base is None or base is not known:
             # What goes on from all of `known` needs no other.
-            bases = [
-                each for each in (base, self._transcript_cache.lookup(text, namespace)) if each is not None
-            ]
+            bases = [each for each in (base, self._past.transcript(text, near)) if each is not None]
             base = max(bases, key=lambda each: len(each.text), default=None)
         new = text[len(base.text) :] if base is not None else text
-        return base if base is not None and not new else self._tokenizer.encode(new, base)
-
-    # Reasoning.
-
-    def _with_reasoning_apart(self, message: Message) -> Message:
-        """A client may send reasoning back within the text. Its marks are guarded there, so that the template
-        would no longer find them."""
-        markers, content = self._markers, message.content
-        if not content or markers is None or markers.close not in content:
-            return message
-        if message.role != "assistant" or message.reasoning:
-            return message
-        reasoning, _, answer = content.rpartition(markers.close)
-        reasoning = reasoning.rpartition(markers.open)[2].strip("\n")
-        return replace(message, reasoning=reasoning or None, content=answer.lstrip("\n"))
+        return base if base is not None and not new else self._tokenizer.encode(new, base, images)
 
     # What is to be kept.
 
@@ -335,68 +424,39 @@ class PromptBuilder:
         return tuple(sorted(departures))
 
 
+def reasoning_markers(family: Family, tokenizer: ChatTokenizer) -> Markers | None:
+    """The markers of reasoning, where they are marks of the model."""
+    markers = family.reasoning
+    return markers if markers is not None and markers.close in tokenizer.marks.values() else None
+
+
+def with_reasoning_apart(messages: Sequence[Message], markers: Markers | None) -> tuple[Message, ...]:
+    """A client may send reasoning back within the text. Its marks are guarded there, so that the template
+    would no longer find them."""
+    if markers is None:
+        return tuple(messages)
+    apart = []
+    for message in messages:
+        content = message.content
+        if message.role == "assistant" and content and markers.close in content and not message.reasoning:
+            reasoning, _, answer = content.rpartition(markers.close)
+            reasoning = reasoning.rpartition(markers.open)[2].strip("\n")
+            message = replace(message, reasoning=reasoning or None, content=answer.lstrip("\n"))
+        apart.append(message)
+    return tuple(apart)
+
+
+def with_marks(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Messages with marks in their text in place of images."""
+    return tuple(
+        replace(message, content=marked(message.content or "", message.images), images=())
+        if message.images
+        else message
+        for message in messages
+    )
+
+
 def _once(guard: Callable[[str], str]) -> Callable[[str], str]:
     """A guard that looks through a short text once: those of a history come again with every prompt."""
     known = lru_cache(maxsize=4096)(guard)
     return lambda text: known(text) if len(text) <= _SHORT else guard(text)
-
-
-class ReasoningCache:
-    """The latest reasoning of replies with calls, by namespace, up to a number of characters. Safe from any
-    thread.
-
-    Templates show it while the model works with tools, but clients of OpenAI's shape do not send it back.
-    """
-
-    def __init__(self, *, limit: int = _LIMIT) -> None:
-        self._limit = limit
-        self._lock = threading.Lock()
-        self._held: OrderedDict[_Key, str] = OrderedDict()
-        self._chars = 0
-
-    def store(self, messages: Sequence[Message], reply: Message, namespace: str) -> None:
-        """Remember the reasoning of a reply to `messages`."""
-        if not reply.reasoning or not reply.tool_calls:
-            return
-        key = _key(messages[-1] if messages else None, reply, namespace)
-        size = _size(key, reply.reasoning)
-        if size > self._limit:
-            return
-        with self._lock:
-            if (gone := self._held.pop(key, None)) is not None:
-                self._chars -= _size(key, gone)
-            self._held[key] = reply.reasoning
-            self._chars += size
-            while self._chars > self._limit:
-                self._chars -= _size(*self._held.popitem(last=False))
-
-    def put_back(self, messages: Sequence[Message], namespace: str) -> tuple[Message, ...]:
-        """The messages, with the reasoning of calls that came without it."""
-        if not self._held:
-            return tuple(messages)
-        restored = []
-        for index, message in enumerate(messages):
-            if message.tool_calls and message.reasoning is None:
-                key = _key(messages[index - 1] if index else None, message, namespace)
-                with self._lock:
-                    reasoning = self._held.get(key)
-                    if reasoning is not None:
-                        self._held.move_to_end(key)
-                if reasoning is not None:
-                    message = replace(message, reasoning=reasoning)
-            restored.append(message)
-        return tuple(restored)
-
-
-def _key(before: Message | None, reply: Message, namespace: str) -> _Key:
-    """The ids of the calls. Those that a model writes may come again in another conversation, so that the
-    message before them counts too."""
-    ids = tuple(call.id for call in reply.tool_calls)
-    if all(_OURS.fullmatch(each) for each in ids):
-        return (namespace, *ids)
-    context = "" if before is None else f"{before.role} {before.tool_call_id or ''} {before.content or ''}"
-    return (namespace, *ids, *(call.name for call in reply.tool_calls), context)
-
-
-def _size(key: _Key, reasoning: str) -> int:
-    return len(reasoning) + sum(map(len, key))

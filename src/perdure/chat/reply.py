@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from perdure.chat.difference import Difference, Miss
 from perdure.chat.message import Message, Tool, ToolCall
-from perdure.chat.parsing.arguments import check_arguments
 from perdure.chat.parsing.family import Family
 from perdure.chat.parsing.reply_parser import Part, ReplyParser, gather
-from perdure.decode.request import Delta, FinishReason, Reply, ReuseReport, Timings, TokenLogprob, Usage
+from perdure.decode.request import (
+    Delta,
+    FinishReason,
+    Reply,
+    ReuseReport,
+    Timings,
+    TokenLogprob,
+    Usage,
+    read_json,
+)
 from perdure.errors import InvalidInputError, TemplateError
+
+if TYPE_CHECKING:
+    from perdure.chat.difference import Difference, Miss
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +80,18 @@ class ChatReply:
     could_not_be_kept: bool = False
     """Whether the store refused the turn: the disk is full, or cannot be written."""
 
+    schema: Any = None
+    """What its text was held to, where that was asked for as a schema."""
+
     @property
     def text(self) -> str:
         return self.message.content or ""
+
+    @property
+    def parsed(self) -> Any:
+        """Its JSON under a `schema`: an object of the class that was given as one, else as Python has it.
+        None for a reply without one."""
+        return read_json(self.schema, self.text, self.finish_reason)
 
     @property
     def whole(self) -> Message:
@@ -108,6 +127,9 @@ class ChatReply:
     @property
     def miss(self) -> Miss | None:
         """What of its prompt was computed again, and why; None where it had only new tokens to compute."""
+        # Loaded for those who ask: most replies come from state that was there.
+        from perdure.chat.difference import Miss
+
         return Miss.of(self.difference, self.expected, self.reuse, self.timings)
 
     @property
@@ -271,6 +293,10 @@ class ReplyReader:
             logprobs=None if reply.logprobs is None else reply.logprobs + certain,
         )
 
+    def hold(self, deltas: Sequence[ChatDelta]) -> None:
+        """Have deltas shown with the next one."""
+        self._unshown += deltas
+
     # The end.
 
     def finish(self, reply: Reply) -> None:
@@ -308,6 +334,10 @@ class SeveralReaders:
 
 def argument_problems(calls: Sequence[ToolCall], tools: Sequence[Tool]) -> tuple[str, ...]:
     """What is wrong with the arguments of calls, by the schemas of their tools."""
+    if not calls:
+        return ()
+    from perdure.chat.parsing.arguments import check_arguments
+
     problems = [check_arguments(call, tools) for call in calls]
     return tuple(problem for problem in problems if problem is not None)
 
@@ -331,7 +361,7 @@ class Prefill:
         last = messages[-1]
         if last.role != "assistant":
             raise InvalidInputError(
-                "continue_final_message goes on from a message of the assistant, and the last one is of the "
+                "continue_final_message continues a message of the assistant, and the last one is of the "
                 f"{last.role}: add one, or leave it out"
             )
         if last.tool_calls:

@@ -1,32 +1,54 @@
-"""A text and the tokens that stand for it, and those of conversations that were had."""
+"""A text and the tokens that stand for it."""
 
 from __future__ import annotations
 
 import bisect
 import re
-import threading
+import secrets
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
+    from perdure.chat.message import Image
+
     # Sessions are listed and read without an engine, and without the time that it takes to import one.
     from perdure.engine.contract import Tokenizer
 
 _GUARD = "\ue000"
 """Put into what only looks like a control token, so that it stays text. Of Unicode's private use."""
 _TYPED = _GUARD * 2
-"""The same character, where somebody typed it."""
+"""The same character, where a user typed it."""
 _APART = "\0"
 """Between marks that are looked through as one text."""
 _IDENTIFIER = re.compile(r"[\w .-]*")
 _CUT = r"\g<0>" + _GUARD
 _Tree: TypeAlias = dict[str, "_Tree"]
-_LIMIT = 16 << 20
-_CUT_BYTES, _OVERHEAD = 128, 512
-"""What a cut takes of memory, and a transcript besides what it holds."""
+
+
+MARK = "\ue001"
+"""What stands around the digest of an image in a prompt's text. Of Unicode's private use, too."""
+_MARKED = re.compile(f"{MARK}([0-9a-f]{{64}}){MARK}")
+_OURS = secrets.token_hex(16)
+"""Nobody can type a mark: until the text around it is guarded, this stands in it, and is never written."""
+_GENUINE = re.compile(f"{_GUARD}?{MARK}{_OURS}([0-9a-f]{{64}}){_GUARD}?{MARK}")
+ImageTokens: TypeAlias = Callable[[str], Sequence[int]]
+"""The tokens of an image of a prompt, by its digest."""
+
+
+def marked(content: str, images: Sequence[tuple[int, Image]]) -> str:
+    """A text with marks where its images stand, before it is guarded."""
+    parts, start = [], 0
+    for at, image in images:
+        parts += [content[start:at], f"{MARK}{_OURS}{image.digest}{MARK}"]
+        start = at
+    return "".join([*parts, content[start:]])
+
+
+def unguarded(text: str) -> str:
+    """A guarded text with its genuine marks as they stand in a prompt."""
+    return _GENUINE.sub(rf"{MARK}\1{MARK}", text) if _OURS in text else text
 
 
 T = TypeVar("T")
@@ -80,7 +102,7 @@ class Transcript:
 class ChatTokenizer:
     """Tokenizer of conversations: text to tokens and tokens to text, for one vocabulary.
 
-    Text that only looks like a control token (somebody typed it) never becomes one: `guard` puts a character
+    Text that only looks like a control token (a user typed it) never becomes one: `guard` puts a character
     into it that cuts it in two, and everything here knows that character. `marks` are texts that the chat
     format gives a meaning: where the vocabulary has a token for one, it counts as a control token, since
     the library makes user-defined tokens out of any text. `erased` are texts that the template takes out of
@@ -164,6 +186,8 @@ class ChatTokenizer:
         """Cut in two whatever in `text` looks like a control token."""
         if _GUARD in text:
             text = text.replace(_GUARD, _TYPED)
+        if MARK in text:
+            text = text.replace(MARK, _GUARD + MARK)
         return self._mark_starts.sub(_CUT, text)
 
     def guard_field(self, text: str) -> str:
@@ -197,12 +221,17 @@ class ChatTokenizer:
         # At once: some vocabularies have a thousand marks.
         return text in self._middles
 
-    def encode(self, text: str, after: Transcript | None = None) -> Transcript:
-        """A text behind `after`. Unguarded marks in it become control tokens."""
+    def encode(
+        self, text: str, after: Transcript | None = None, images: ImageTokens | None = None
+    ) -> Transcript:
+        """A text behind `after`. Unguarded marks in it become control tokens, and those of images what stands
+        for them."""
         before = after if after is not None else self._opening(text)
         tokens: list[int] = []
         for index, part in enumerate(_pieces(text)):
-            if part:
+            if MARK in part and images is not None:
+                tokens += self._with_images(part, images, goes_on=index > 0)
+            elif part:
                 tokens += self._go_on(part) if index else self._model.tokenize(part, special=True, bos=False)
         cuts, at = [], 0
         for count, token in enumerate(tokens, 1):
@@ -211,6 +240,17 @@ class ChatTokenizer:
                 at = start + len(mark)
                 cuts.append((at, count))
         return before + Transcript(text, array("i", tokens), _with_end(cuts, len(text), len(tokens)))
+
+    def _with_images(self, text: str, images: ImageTokens, *, goes_on: bool) -> list[int]:
+        """The tokens of a text with marks of images in it."""
+        tokens: list[int] = []
+        for index, part in enumerate(_MARKED.split(text)):
+            if index % 2:
+                tokens += images(part)
+            elif part:
+                first = not index and not goes_on
+                tokens += self._model.tokenize(part, special=True, bos=False) if first else self._go_on(part)
+        return tokens
 
     def _go_on(self, text: str) -> list[int]:
         """The tokens of a text that stands behind other text, without a space before it."""
@@ -261,66 +301,6 @@ class ChatTokenizer:
     def _opening(self, text: str) -> Transcript:
         first = "".join(self.control.get(token, "") for token in self.start.tokens)
         return Transcript() if first and text.startswith(first) else self.start
-
-
-class TranscriptCache:
-    """The latest transcripts, by namespace and text, up to a number of bytes. Safe from any thread.
-
-    A client that sends its whole history again gets the very tokens that were computed for it.
-    """
-
-    def __init__(self, tokenizer: ChatTokenizer, *, limit: int = _LIMIT) -> None:
-        self._tokenizer = tokenizer
-        self._limit = limit
-        self._lock = threading.Lock()
-        self._held: OrderedDict[tuple[str, str], Transcript] = OrderedDict()
-        self._sorted: dict[str, list[str]] = {}
-        self.nbytes = 0
-        """What it takes of memory, about."""
-
-    def lookup(self, text: str, namespace: str) -> Transcript | None:
-        """The longest beginning of `text` that is remembered."""
-        with self._lock:
-            texts = self._sorted.get(namespace, [])
-            at = bisect.bisect_left(texts, text)
-            # What shares the longest beginning with a text stands beside it when texts are sorted.
-            near = [(namespace, each) for each in texts[max(0, at - 1) : at + 1]]
-            for key in near:
-                self._held.move_to_end(key)
-            known = [self._held[key] for key in near]
-        prefixes = [
-            each for each in (self._tokenizer.shared_prefix(text, one) for one in known) if each is not None
-        ]
-        return max(prefixes, key=lambda each: len(each.text), default=None)
-
-    def store(self, transcript: Transcript, namespace: str) -> None:
-        """Remember a transcript, in the place of those that it goes on from."""
-        text = transcript.text
-        if not text or _size(transcript) > self._limit:
-            return
-        with self._lock:
-            texts = self._sorted.setdefault(namespace, [])
-            at = bisect.bisect_left(texts, text)
-            while at and text.startswith(texts[at - 1]):
-                at -= 1
-                self._drop((namespace, texts[at]), at)
-            if (namespace, text) not in self._held:
-                texts.insert(at, text)
-            else:
-                self.nbytes -= _size(self._held[namespace, text])
-            self._held[namespace, text] = transcript
-            self._held.move_to_end((namespace, text))
-            self.nbytes += _size(transcript)
-            while self.nbytes > self._limit:
-                oldest = next(iter(self._held))
-                self._drop(oldest, bisect.bisect_left(self._sorted[oldest[0]], oldest[1]))
-                if not self._sorted[oldest[0]]:
-                    # A namespace that has nothing left leaves nothing behind.
-                    del self._sorted[oldest[0]]
-
-    def _drop(self, key: tuple[str, str], at: int) -> None:
-        self.nbytes -= _size(self._held.pop(key))
-        del self._sorted[key[0]][at]
 
 
 def shared_length(first: str, second: str) -> int:
@@ -387,10 +367,3 @@ def _pieces(text: str) -> list[str]:
 def _with_end(cuts: list[tuple[int, int]], chars: int, count: int) -> tuple[tuple[int, int], ...]:
     end = (chars, count)
     return tuple(cuts if cuts and cuts[-1] == end else [*cuts, end] if count else cuts)
-
-
-def _size(transcript: Transcript) -> int:
-    """In memory, about. Of short ones, most is not their text."""
-    characters = len(transcript.text) * (1 if transcript.text.isascii() else 4)
-    tokens = transcript.tokens.itemsize * len(transcript.tokens)
-    return characters + tokens + _CUT_BYTES * len(transcript.cuts) + _OVERHEAD

@@ -12,7 +12,7 @@ _OPTIONS = {
     'n_ctx="auto"': "--ctx auto",
     "n_ctx": "--ctx",
     "n_seq": "--slots",
-    "k_type and v_type": "--kv-type",
+    "kv_type": "--kv-type",
     "v_type": "--kv-type",
     "force_kv=True (--force-kv)": "--force-kv",
     "give max_tokens": "give --max-tokens",
@@ -52,11 +52,11 @@ def _value(option: str, arguments: Sequence[str]) -> str | None:
     return None
 
 
-# Warnings of the library, told as the commands tell things.
+# Warnings of the library, shown like the notes of a command.
 
 _LIBRARY = logging.getLogger("perdure")
 _ENGINE = "perdure.llama"
-"""What llama.cpp says is for those who build it."""
+"""The log of llama.cpp, which is for developers."""
 
 
 class LogNotes(logging.Handler):
@@ -72,8 +72,8 @@ class LogNotes(logging.Handler):
             terminal.note(in_options(record.getMessage()))
 
 
-def tell_warnings() -> None:
-    """Have warnings told from now on, until there is a log for them."""
+def show_warnings() -> None:
+    """Show warnings from now on, until there is a log for them."""
     _LIBRARY.addHandler(LogNotes())
 
 

@@ -1,39 +1,34 @@
-"""All commands in one place. A new one is an import and a line below.
+"""All commands in one place. A new one is an import and a line below, or part of an extension.
 
 Commands import what they run inside their functions: `perdure --help` must not load the engine.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Container, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command_name
 
 from perdure import __version__
-from perdure.cli.advice import tell_warnings
+from perdure.cli.advice import show_warnings
 from perdure.cli.commands import (
     background,
-    backup,
-    cache,
     chat,
-    cluster,
     config,
-    doctor,
-    engine,
-    keys,
     models,
     run,
     serve,
     sessions,
 )
-from perdure.cli.commands.agents import launch, mcp, why
-from perdure.cli.commands.weights import evaluate, files, fit, inspection, train
 from perdure.cli.options.shared import defaults
 from perdure.cli.output.terminal import note
 from perdure.config import choices
+from perdure.extension import extensions, imported
 
 # `--help` in sections: options and commands by what they are about.
 
@@ -115,7 +110,7 @@ def _named(name: str) -> str:
 
 
 def _plain_help(text: str) -> str:
-    """A text without the bounds of a number, which an error tells, and with a default in plain words."""
+    """A text without the bounds of a number, which an error gives, and with a default in plain words."""
     text = re.sub(r"; [^;\]]*x[<>]=[^;\]]*\]", "]", text)
     text = re.sub(r"\s*\[[^;\]]*x[<>]=[^;\]]*\]", "", text)
     text = re.sub(r"\[default: (\d+)\.0\]", r"[default: \1]", text)
@@ -138,7 +133,7 @@ _Machine = "This machine"
 app = typer.Typer(
     name="perdure",
     help="Local language models whose sessions last.",
-    epilog='Begin with `perdure run "Why is the sky blue?"`; `perdure COMMAND --help` tells more.',
+    epilog='Begin with `perdure run "Why is the sky blue?"`; `perdure COMMAND --help` shows more.',
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     # Its frames and colours take half a second to import.
@@ -156,9 +151,9 @@ def _version(version: bool) -> None:
 @app.callback()
 def root(
     context: typer.Context,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
-    ] = False,
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Show the version and exit."
+    ),
 ) -> None:
     if context.invoked_subcommand != "config":
         # `perdure config` is what mends a file that cannot be read.
@@ -178,51 +173,72 @@ for command in (background.page, background.start):
 app.command(name="stop", rich_help_panel=_Serve)(background.stop)
 app.command(name="status", rich_help_panel=_Serve)(background.status)
 app.command(name="ps", hidden=True)(background.status)
-app.command(
-    name="launch",
-    rich_help_panel=_Serve,
-    options_metavar="[OPTIONS]",
-    context_settings={"allow_extra_args": True},
-)(launch.launch)
-app.command(name="why", rich_help_panel=_Serve)(why.why)
-app.command(name="report", rich_help_panel=_Serve)(why.report)
-app.command(name="mcp", rich_help_panel=_Serve)(mcp.mcp)
-app.add_typer(keys.app, name="keys", rich_help_panel=_Serve)
-app.add_typer(cluster.app, name="cluster", rich_help_panel=_Serve)
 app.add_typer(sessions.app, name="sessions", rich_help_panel=_Kept)
-app.add_typer(cache.app, name="cache", rich_help_panel=_Kept)
-app.command(name="backup", rich_help_panel=_Kept)(backup.backup)
-app.command(name="restore", rich_help_panel=_Kept)(backup.restore)
 app.add_typer(models.app, name="models", rich_help_panel=_Models)
 app.command(name="pull", rich_help_panel=_Models)(models.pull)
 app.command(name="ls", rich_help_panel=_Models)(models.list_)
-app.command(name="du", rich_help_panel=_Models)(models.du)
 app.command(name="show", rich_help_panel=_Models)(models.inspect)
-app.command(name="fit", rich_help_panel=_Models)(fit.fit)
-app.command(name="tune", rich_help_panel=_Models)(fit.tune)
 app.command(name="rm", rich_help_panel=_Models)(models.rm)
-app.command(name="quantize", rich_help_panel=_Models)(files.quantize)
-app.command(name="train", rich_help_panel=_Models)(train.train)
-app.command(name="eval", rich_help_panel=_Models)(evaluate.evaluate)
-app.command(name="analyse", rich_help_panel=_Models)(inspection.analyse)
-app.command(name="vectors", rich_help_panel=_Models)(inspection.vectors)
-app.command(name="compare", rich_help_panel=_Models)(files.compare)
-app.command(name="merge", rich_help_panel=_Models)(files.merge)
-app.command(name="fuse", rich_help_panel=_Models)(files.fuse)
-app.command(name="convert", rich_help_panel=_Models)(files.convert)
 # By longer names.
 app.command(name="inspect", hidden=True)(models.inspect)
 app.add_typer(config.app, name="config", rich_help_panel=_Machine)
 app.command(name="paths", rich_help_panel=_Machine)(config.paths)
-app.add_typer(engine.app, name="engine", rich_help_panel=_Machine)
-app.command(name="doctor", rich_help_panel=_Machine)(doctor.doctor)
 in_sections(app)
+
+
+def names_of(group: typer.Typer) -> set[str]:
+    """The names of the commands of a group, as far as they were added."""
+    commands = [
+        each.name or get_command_name(each.callback.__name__)
+        for each in group.registered_commands
+        if each.callback
+    ]
+    return {*commands, *(each.name for each in group.registered_groups if isinstance(each.name, str))}
+
+
+def group_named(name: str) -> typer.Typer | None:
+    """A group of ours; the whole command without a name."""
+    groups = {each.name: each.typer_instance for each in app.registered_groups}
+    return groups.get(name) if name else app
+
+
+def needs_extensions(words: Sequence[str]) -> bool:
+    """Whether words may mean a command of an extension, or ask for a list of commands."""
+    name = shown_name(words[0], names_of(app)) if words else ""
+    group = group_named(name)
+    if group is None:
+        return name not in names_of(app)
+    return len(words) < 2 or shown_name(words[1], names_of(group)) not in names_of(group)
+
+
+@functools.cache
+def add_extensions() -> None:
+    """Have the commands of extensions too. A name that is taken stays what it is."""
+    for extension in extensions().values():
+        for command in extension.commands:
+            group = group_named(command.below)
+            if group is None or command.name in names_of(group):
+                note(f"extension {extension.name}: no command {command.name}: that name is taken")
+                continue
+            try:
+                target = imported(command.target)
+            except Exception as error:
+                note(f"extension {extension.name}: no command {command.name}: {error}")
+                continue
+            section = None if command.below else command.section
+            if isinstance(target, typer.Typer):
+                group.add_typer(target, name=command.name, rich_help_panel=section)
+            else:
+                group.command(name=command.name, rich_help_panel=section, **command.settings)(target)
+    in_sections(app)
 
 
 def start(arguments: Sequence[str]) -> None:
     """Run a command."""
-    tell_warnings()
+    show_warnings()
     plain = as_options(plain_options(arguments))
+    if needs_extensions(plain):
+        add_extensions()
     group: Any = typer.main.get_command(app)
     command = group
     for word in plain:

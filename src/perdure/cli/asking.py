@@ -15,7 +15,7 @@ import typer
 from perdure import ChatDelta, ChatReply, ContextOverflow, Delta, InvalidInputError, PerdureError
 from perdure.cli.output import progress, terminal, words
 from perdure.cli.output.reply_view import ReplyView
-from perdure.cli.runtime import model_path, sessions_in, tell_demo
+from perdure.cli.runtime import model_path, note_demo, sessions_in
 
 if TYPE_CHECKING:
     from perdure import Reply, TokenLogprob
@@ -42,24 +42,34 @@ class Output:
     limited: bool
     """Whether the reply was to end by a number of tokens."""
 
-    def follow(self, stream: AnyStream, *, raw: bool = False) -> tuple[list[Reply] | list[ChatReply], bool]:
-        """Show a stream until it ends, or until Ctrl-C ends it: its replies, and whether that was so."""
+    def follow(
+        self, stream: AnyStream, *, raw: bool = False
+    ) -> tuple[list[Reply] | list[ChatReply], terminal.Stop]:
+        """Show a stream until it ends, or until Ctrl-C or a signal ends it: its replies, and whether one
+        did."""
         shown = ReplyView(think=False) if not raw and self.samples == 1 else None
         view = None if self.as_json else shown or SampleView(self.samples)
-        with terminal.stopped_by_ctrl_c(stream) as stopped, progress.reading(stream) as begun:
-            deltas = []
-            for delta in stream:
+        deltas: list[Any] = []
+        with terminal.stopped_by_signal(stream) as stop, progress.reading(stream) as begun:
+
+            def add(delta: Any) -> None:
                 begun()
                 if view is not None and self.stream:
-                    view.add(delta)  # type: ignore[arg-type]
+                    view.add(delta)
                 else:
                     deltas.append(delta)
+
+            lost = terminal.show(stream, add)
             replies = stream.replies()
+        if lost is not None and not stop.ends_process:
+            raise lost
+        if stop.ends_process:
+            return replies, stop
         if view is not None:
             for delta in deltas:
-                view.add(delta)  # type: ignore[arg-type]
+                view.add(delta)
             view.end()
-        return replies, stopped.is_set()
+        return replies, stop
 
     def tell(
         self, runtime: Runtime, replies: list[Reply] | list[ChatReply], session: Session | None = None
@@ -85,7 +95,7 @@ class Output:
                     terminal.tell(logprob_line(entry, model))
             if self.verbose:
                 terminal.tell(timing_line(raw))
-        tell_demo(runtime)
+        note_demo(runtime)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +108,8 @@ class Asking:
     output: Output
     system: str | None
 
-    def once(self, *, raw: bool) -> bool:
-        """Ask outside of any conversation. Whether Ctrl-C ended it."""
+    def once(self, *, raw: bool) -> int:
+        """Ask outside of any conversation. The exit code of what has ended it early, or 0."""
         messages = [{"role": "user", "content": self.text}]
         if self.system is not None:
             messages.insert(0, {"role": "system", "content": self.system})
@@ -109,17 +119,20 @@ class Asking:
                 if raw
                 else self.runtime.submit_chat(messages, **self.request)
             )
-        replies, stopped = self.output.follow(stream, raw=raw)
-        self.output.tell(self.runtime, replies)
-        return stopped
+        replies, stop = self.output.follow(stream, raw=raw)
+        if not stop.ends_process:
+            self.output.tell(self.runtime, replies)
+        return stop.code
 
-    def in_session(self, name: str | None, folder: Path, *, keep: bool) -> bool:
-        """Ask in a conversation: the one of that name, or one that the next run may continue."""
+    def in_session(self, name: str | None, folder: Path, *, keep: bool) -> int:
+        """Ask in a conversation: the one of that name, or one that the next run may continue. The exit code
+        of what has ended it early, or 0."""
         session = self.runtime.session(name or LAST, system=self.system)
         with _advised(self.runtime.n_ctx):
             stream = session.submit(self.text, keep_partial=True, **self.request)
-        replies, stopped = self.output.follow(stream)
-        self.output.tell(self.runtime, replies, session if name else None)
+        replies, stop = self.output.follow(stream)
+        if not stop.ends_process:
+            self.output.tell(self.runtime, replies, session if name else None)
         [reply] = replies
         assert isinstance(reply, ChatReply)
         if name is not None:
@@ -127,11 +140,11 @@ class Asking:
                 terminal.note(f"this turn is not kept: {reply.not_kept}")
         elif keep and reply.kept:
             _keep(session, folder)
-        return stopped
+        return stop.code
 
 
 def has_no_template(runtime: Runtime, *, needed: bool) -> bool:
-    """Whether a model can only complete text; that is told, and an error where more is `needed`."""
+    """Whether a model can only complete text. A note says so, or an error where a template is `needed`."""
     if runtime.model.info.template.strip():
         return False
     name = model_path(runtime).name
@@ -155,7 +168,7 @@ def _keep(session: Session, folder: Path) -> None:
 
 @contextmanager
 def _advised(ctx: int) -> Iterator[None]:
-    """While this is open, a prompt that is too long is told with the option that makes room."""
+    """While this is open, the error of a prompt that is too long names the option that makes room."""
     try:
         yield
     except ContextOverflow as error:

@@ -1,65 +1,37 @@
-"""A conversation with whoever is at the other end of the command."""
+"""A conversation with the person at the terminal, or the program at the other end of the pipe."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from perdure.atomic import atomic_write
 from perdure.cli.output import progress, terminal, words
 from perdure.cli.output.reply_view import ReplyView
-from perdure.cli.runtime import model_path, opened, tell_demo
+from perdure.cli.runtime import model_path, note_demo, opened
 from perdure.closing import Closing
-from perdure.config import settings
+from perdure.engine_config import EngineConfig
 from perdure.errors import ContextOverflow, PerdureError, SessionError, SessionNotFoundError
 
 if TYPE_CHECKING:
     from perdure import ChatDelta, ChatReply, Runtime, Session, Stream, Turn
-    from perdure.cli.options.groups import CacheTypes
-    from perdure.engine.contract import PlacementKeywords
-    from perdure.engine.model import Model
+    from perdure.engine.model import EngineModel
     from perdure.sessions.sessions import Sessions
 
 NAME = "chat"
 """Of a conversation that nobody has named."""
 _NO = ("n", "no")
 _SHOWN = 300
-"""Characters of a message that are shown before it is sent again."""
-
-
-class PendingMessage:
-    """The message that is being answered, on disk until it is: a chat that is killed offers it again."""
-
-    def __init__(self, home: Path, folder: Path, session: str) -> None:
-        key = hashlib.sha256(json.dumps([str(folder.absolute()), session]).encode()).hexdigest()[:16]
-        self._path = home / "pending" / key
-
-    def write(self, text: str) -> None:
-        # A home that cannot be written keeps nothing, and nobody's chat ends for it.
-        with suppress(OSError):
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with atomic_write(self._path, private=True, durable=False) as file:
-                file.write(text.encode("utf-8", "surrogateescape"))
-
-    def read(self) -> str | None:
-        with suppress(OSError, UnicodeDecodeError):
-            return self._path.read_text(encoding="utf-8") or None
-        return None
-
-    def clear(self) -> None:
-        with suppress(OSError):
-            self._path.unlink(missing_ok=True)
+"""Characters that are shown of a message and of its reply that were interrupted."""
 
 
 class Conversation(Closing):
-    """One session at a time, and a model that can be changed. What goes wrong is told, and the session is as
+    """One session at a time, and a model that can be changed. An error is printed, and leaves the session as
     it was before.
 
     Without a name the sessions are in memory, until they are kept under one.
@@ -73,10 +45,7 @@ class Conversation(Closing):
         system: str | None,
         settings: Mapping[str, Any],
         folder: Path,
-        ctx: int | Literal["auto"] | None,
-        loading: PlacementKeywords,
-        cache_types: CacheTypes,
-        adapters: dict[str, float] | None = None,
+        config: EngineConfig,
         template: str | None,
         watched: bool,
     ) -> None:
@@ -86,16 +55,13 @@ class Conversation(Closing):
         self.folder = folder
         """Where sessions are kept."""
         self.watched = watched
-        """Whether somebody sits there, who can stop a reply and go on."""
+        """Whether a person sits there, who can stop a reply and go on."""
         self.think = False
         """Whether reasoning is shown."""
         self.unsent: str | None = None
         """The last message, where it did not fit."""
         self._hinted = False
-        self._ctx = ctx
-        self._loading = loading
-        self._cache_types = cache_types
-        self._adapters = adapters
+        self._config = config
         self._template = template
         self._stored = name is not None
         """Whether the runtime has the store, with state and all."""
@@ -104,7 +70,7 @@ class Conversation(Closing):
         self.runtime = self._opened(model)
         with ExitStack() as undo:
             undo.callback(self.close)
-            # A model without a template is told now, not after the first message.
+            # A model without a template is reported now, not after the first message.
             _ = self.runtime.chat_format
             name = NAME if name is None else name
             known = self.runtime.sessions.store.has("", name)
@@ -137,7 +103,7 @@ class Conversation(Closing):
         return "> " if name == NAME else f"{words.quoted(name)} (not kept)> "
 
     def greet(self) -> None:
-        """What somebody at a terminal should know at the start."""
+        """What a person at a terminal should know at the start."""
         terminal.tell(f"{self.model_path.name}. /help lists what else can be typed, Ctrl-D leaves.")
         if not self.kept:
             terminal.tell("This conversation is not kept; /keep NAME keeps it.")
@@ -146,16 +112,8 @@ class Conversation(Closing):
 
     def say(self, text: str) -> bool:
         """Show the reply to a message as it comes. Whether it could be given whole."""
-        pending = self._pending
-        if self.watched:
-            pending.write(text)
         self.unsent = text
-        try:
-            good = self.follow(lambda: self.session.submit(text, keep_partial=True, **self.settings))
-        finally:
-            # Whatever ended it was told; only a process that is gone leaves the message behind.
-            pending.clear()
-        return good
+        return self.follow(lambda: self.session.submit(text, keep_partial=True, **self.settings))
 
     def send_unsent(self) -> None:
         """Send a message again that did not fit."""
@@ -164,27 +122,50 @@ class Conversation(Closing):
             self.say(text)
 
     def offer_pending(self, ask: Callable[[str], str]) -> None:
-        """Offer the message again that was being answered when the last chat in this session was killed."""
-        if (text := self._pending.read()) is None:
+        """Show the turn that was interrupted here, and ask what becomes of it."""
+        if (info := self.session.pending) is None:
             return
-        shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
-        terminal.tell(f"The last chat ended before this message was answered:\n{shown}")
-        again = ask("Send it again? [Y/n] ").strip().lower() not in _NO
-        self._pending.clear()
-        if again:
-            self.say(text)
+        asked = "\n".join(message.content or "" for message in info.messages)
+        why = f" ({info.ended})" if info.ended else ""
+        terminal.tell(f"The reply to this was interrupted{why}:\n{_cut(asked)}")
+        if info.text:
+            terminal.tell(f"So far:\n{_cut(info.text)}")
+        answer = ask("[C]ontinue it, [a]sk again, [d]iscard it, or [l]eave it? ").strip().lower()
+        if answer in ("", "c", "continue", "y", "yes"):
+            self.resume()
+        elif answer in ("a", "again"):
+            self.resume(again=True)
+        elif answer in ("d", "discard"):
+            self.discard()
+        else:
+            terminal.tell("/continue, /again and /discard do the same later; another message keeps both.")
 
-    @property
-    def _pending(self) -> PendingMessage:
-        return PendingMessage(settings().home, self.folder, self.session.name)
+    def resume(self, *, again: bool = False) -> bool:
+        """Have the turn answered that was interrupted: on from where it was, or from the start."""
+        if again:
+            return self.follow(lambda: self.session.submit_resume(again=True, **self.settings))
+        return self.follow(self.session.submit_resume)
+
+    def discard(self) -> None:
+        """Forget the turn that was interrupted."""
+        there = self.session.pending is not None
+        self.session.discard()
+        terminal.tell("Discarded." if there else "There is nothing to discard.")
 
     def edit(self, turn: int, text: str) -> bool:
         """Say something else in a turn. The line that there was stays, as a branch."""
         before = self.session.fork(self._branch_name())
-        good = self.follow(lambda: self.session.submit_edit(turn, text, keep_partial=True, **self.settings))
-        if self.session.standing().head == before.standing().head:
-            # Nothing came of it: there is no second line.
-            before.delete()
+        good, made = False, False
+        try:
+            good = self.follow(
+                lambda: self.session.submit_edit(turn, text, keep_partial=True, **self.settings)
+            )
+        finally:
+            made = self.session.standing().head != before.standing().head
+            if not made:
+                # Nothing came of it: there is no second line.
+                before.delete()
+        if not made:
             return good
         there = words.quoted(before.name)
         terminal.tell(f"What was said before is kept as {there}; /sessions {there} goes there.")
@@ -205,7 +186,7 @@ class Conversation(Closing):
         return self.follow(lambda: self.session.submit_regenerate(keep_partial=True, **settings))
 
     def follow(self, submit: Callable[[], Stream[ChatDelta, ChatReply]]) -> bool:
-        """Show a reply until it ends, or until Ctrl-C ends it."""
+        """Show a reply until it ends, or until Ctrl-C or a signal that ends the process ends it."""
         started = time.time()
         try:
             job = submit()
@@ -221,31 +202,43 @@ class Conversation(Closing):
             terminal.note(str(error))
             return False
         view = ReplyView(think=self.think)
+        stop = terminal.Stop()
         try:
             with (
                 terminal.keys_held_back(),
-                terminal.stopped_by_ctrl_c(job) as stopped,
+                terminal.stopped_by_signal(job, ended=lambda: job.interrupt("the chat was ended")) as stop,
                 progress.reading(job, self.watched) as begun,
             ):
-                for delta in job:
+
+                def add(delta: ChatDelta) -> None:
                     begun()
                     view.add(delta)
+
+                lost = terminal.show(job, add)
                 reply = job.reply()
         except PerdureError as error:
+            if stop.ends_process:
+                raise SystemExit(stop.code) from None
             view.end()
             terminal.note(str(error))
             return False
         finally:
             job.cancel()
+        if stop.ends_process:
+            with suppress(OSError):
+                view.end()
+            raise SystemExit(stop.code)
+        if lost is not None:
+            raise lost
         view.end()
         self.unsent = None
         # A fold is kept together with the reply it made room for, so it shows only now.
         if any(turn.kind == "fold" and turn.created >= started for turn in self._last_turns(2)):
             terminal.tell("The conversation was full: a summary and its last turns stand for it now.")
         self._tell(reply, view)
-        tell_demo(self.runtime)
-        if stopped.is_set() and not self.watched:
-            raise typer.Exit(130)
+        note_demo(self.runtime)
+        if stop.code and not self.watched:
+            raise typer.Exit(stop.code)
         return reply.finish_reason != "length" or self._limited(reply)
 
     def _tell(self, reply: ChatReply, view: ReplyView) -> None:
@@ -270,7 +263,10 @@ class Conversation(Closing):
             terminal.note(f"this turn is not kept: {reply.not_kept}")
         if reply.finish_reason == "repetition":
             terminal.tell("(The reply repeated itself, so it was ended.)")
-        if reply.finish_reason == "length" and not self._limited(reply):
+        if reply.finish_reason == "length" and self._limited(reply) and self.watched:
+            limit = self.settings["max_tokens"]
+            terminal.tell(f"(Cut at the limit of {words.count(limit, 'token')}; /set max_tokens changes it.)")
+        elif reply.finish_reason == "length" and not self._limited(reply):
             terminal.note(
                 f"the context of {self.runtime.n_ctx} tokens is full, so the reply ends here. "
                 "/reset starts anew; --ctx makes more fit"
@@ -309,6 +305,8 @@ class Conversation(Closing):
             if sessions.store.has("", name):
                 self.session, self._home = sessions.get(name), sessions
                 self.wake()
+                if self.session.pending is not None:
+                    terminal.tell("A reply here was interrupted: /continue, /again or /discard.")
                 return
         there = " on disk" if self._stored else f"; those in {self.folder} are opened by --session NAME"
         raise SessionNotFoundError(f"there is no session {name!r} here{there}")
@@ -354,7 +352,7 @@ class Conversation(Closing):
         )
 
     def offer_to_keep(self, ask: Callable[[str], str]) -> None:
-        """Before leaving: no conversation is dropped that somebody may have wanted."""
+        """Before leaving, ask: no conversation is dropped that its user may have wanted."""
         if self._stored:
             return
         here = None if self.kept else self.session.name
@@ -396,16 +394,16 @@ class Conversation(Closing):
             raise SessionError(
                 f"the model is that of {holder}: `perdure chat {name}` starts another chat with that one"
             )
-        model = terminal.load(name)
-        file = Path(str(getattr(model, "path", name))).name
-        if not self._template and not model.info.template.strip():
-            model.close()
-            raise SessionError(f"{file} has no chat template, so it cannot chat")
         if self._extra is not None:
             raise SessionError(
                 f"this chat has begun to keep sessions: start again with "
                 f"`perdure chat {name} --session {words.quoted(self.session.name)}` to change the model"
             )
+        model = terminal.load(name)
+        file = Path(str(getattr(model, "path", name))).name
+        if not self._template and not model.info.template.strip():
+            model.close()
+            raise SessionError(f"{file} has no chat template, so it cannot chat")
         old = self.runtime
         sessions = [] if self._stored else [old.sessions.get(info.name) for info in old.sessions.list()]
         for session in sessions:
@@ -430,15 +428,15 @@ class Conversation(Closing):
         self._home = self.runtime.sessions
         self.session = self._home.get(here)
 
-    def _opened(self, name: str | None, model: Model | None = None) -> Runtime:
+    def _opened(self, name: str | None, model: EngineModel | None = None) -> Runtime:
         return opened(
             name,
-            ctx=self._ctx,
+            replace(self._config, slots=1),
             store=self.folder if self._stored else None,
             template=self._template,
-            loading=self._loading,
-            adapters=self._adapters,
             model=model,
-            slots=1,
-            **self._cache_types,
         )
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from perdure.cli.output import terminal
+from perdure.events.background import BackgroundThread
 
 _LINES = 1000
 """Of history that are kept."""
@@ -81,7 +82,7 @@ class LineEditor:
             with _interruptible(), terminal.keys_shown():
                 line = input(prompt)
         else:
-            # Standard output is somebody else's: it gets replies alone.
+            # Another program reads standard output: it gets replies alone.
             print(prompt, end="", file=sys.stderr, flush=True)
             with terminal.keys_shown():
                 line = sys.stdin.readline()
@@ -121,7 +122,7 @@ def _interruptible() -> Iterator[None]:
 
     handler = signal.signal(signal.SIGURG, lambda number, frame: None)
     before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
-    thread = threading.Thread(target=wake_reader, name="perdure-wake-reader", daemon=True)
+    thread = BackgroundThread(wake_reader, name="perdure-wake-reader")
     thread.start()
     try:
         yield

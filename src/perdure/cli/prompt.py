@@ -8,6 +8,8 @@ from pathlib import Path
 
 import typer
 
+from perdure import atomic
+from perdure.atomic import TEXT_BYTES
 from perdure.cli.output import terminal
 from perdure.engine.registry import names_model
 from perdure.errors import InvalidInputError, ModelNotFoundError
@@ -36,7 +38,7 @@ def split_model(words: Sequence[str] | None, model: str | None) -> tuple[str | N
     if first.startswith(("./", "../", "/", "~/")) and Path(first).expanduser().is_file():
         raise ModelNotFoundError(f"{first} is not a model; `-f {first}` attaches it to the prompt")
     if len(rest) == 1 and " " in rest[0].strip() and not any(letter.isspace() for letter in first):
-        # `run llama3 "why is the sky blue"`: whoever quotes the prompt has named a model before it.
+        # `run llama3 "why is the sky blue"`: the word before a quoted prompt names a model.
         return first, rest
     if _is_short_name(first):
         return (first, rest) if not rest or _means_model(first) else (None, arguments)
@@ -96,7 +98,7 @@ def system_text(prompt: str | None) -> str | None:
 
 def read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return atomic.read_text(path, TEXT_BYTES, regular=False)
     except OSError as error:
         raise InvalidInputError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -112,7 +114,7 @@ def standard_input(what: str = "a prompt", *, from_pipe: bool = False) -> str:
     if sys.stdin is None or sys.stdin.closed or (from_pipe and sys.stdin.isatty()):
         raise typer.BadParameter(f"give {what}, or pipe one in", param_hint="PROMPT")
     try:
-        text = sys.stdin.buffer.read().decode()
+        text = atomic.read_stream(sys.stdin.buffer, TEXT_BYTES, "standard input").decode()
     except UnicodeDecodeError as error:
         raise InvalidInputError(f"standard input is not UTF-8 text (byte {error.start})") from None
     # The one newline that every pipe ends with is nobody's wish.

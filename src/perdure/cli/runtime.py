@@ -6,57 +6,54 @@ import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Unpack, cast
+from typing import TYPE_CHECKING
 
 from perdure.cli.output import terminal
-from perdure.config import N_CTX, settings
+from perdure.config import settings
+from perdure.engine_config import EngineConfig
 from perdure.errors import StoreError, StoreLockedError
 
 if TYPE_CHECKING:
     from perdure import Runtime
-    from perdure.backend import Backend, BackendKeywords
-    from perdure.engine.contract import LoadingKeywords, PlacementKeywords
-    from perdure.engine.model import Model
+    from perdure.backend import Backend
+    from perdure.engine.model import EngineModel
+    from perdure.server.core.keys import KeyStore
     from perdure.sessions.sessions import Sessions
     from perdure.sessions.store.base import SessionStore
 
 
 def opened(
     name: str | None,
+    config: EngineConfig,
     *,
-    ctx: int | Literal["auto"] | None,
     store: Path | None = None,
     template: str | None = None,
-    loading: PlacementKeywords | None = None,
-    model: Model | None = None,
-    **settings: Unpack[BackendKeywords],
+    model: EngineModel | None = None,
 ) -> Runtime:
     """A runtime on the model of that name, or on `model`, which is loaded already.
 
-    Without a `ctx` it has the usual room, or that of whoever has the store.
+    Without an `n_ctx` it has the usual room, or that of the process that has the store.
     """
-    from perdure.backend import LocalBackend, resolve_draft
+    from perdure.backend import BlockStorage, LocalBackend
     from perdure.engine import registry
-    from perdure.opening import BackendOptions, open_runtime
+    from perdure.opening import Opening, open_runtime
+    from perdure.sessions.store.registry import encryption_of
 
-    if settings.get("adapters") is None:
-        settings.pop("adapters", None)
-    placed = cast("LoadingKeywords", loading or {})
-    options = BackendOptions(model=name, n_ctx=ctx, loading=placed, settings=settings, store=store)
-    n_ctx = N_CTX if ctx is None else ctx
-    placed, sized = resolve_draft(placed, {**settings, "n_ctx": n_ctx})
+    storage = BlockStorage(folder=store, encryption=encryption_of(store))
 
     def build() -> Backend:
-        cells = registry.cells(n_ctx, settings.get("slots", 1), settings)
-        own = model or terminal.load(name, cells=cells, **placed)
+        resolved = config.resolved()
+        own = model or terminal.load(name, cells=registry.cells(resolved), **resolved.loading)
         try:
-            return LocalBackend(own, own_model=True, store=store, **sized)
+            return LocalBackend(own, resolved, storage=storage, own_model=True)
         except BaseException:
             own.close()
             raise
 
     try:
-        runtime = open_runtime(options, template=template, build=build)
+        runtime = open_runtime(
+            Opening(model=name, config=config, storage=storage), template=template, build=build
+        )
     except StoreLockedError as error:
         raise StoreLockedError(_in_options(str(error))) from None
     holder = getattr(runtime.backend, "holder", None)
@@ -71,10 +68,14 @@ def model_path(runtime: Runtime) -> Path:
     return path if isinstance(path, Path) else Path("a model without a file")
 
 
-def tell_demo(runtime: Runtime) -> None:
+_FETCHED_SOON = 3 * 10**9
+"""Bytes of the model that is suggested first."""
+
+
+def note_demo(runtime: Runtime) -> None:
     """After the first answer of the default model: that it is a demo, and which model is worth talking to.
 
-    Once in a home: who goes on with the demo knows what it is.
+    Once in a home: after that, the user knows what it is.
     """
     from perdure.models.catalogue import recommended
     from perdure.models.registry import DEFAULT, MODELS
@@ -82,13 +83,13 @@ def tell_demo(runtime: Runtime) -> None:
     marker = settings().home / "demo-told"
     if model_path(runtime).name != MODELS[DEFAULT].file or marker.exists():
         return
-    best = recommended()
+    small, best = recommended(most=_FETCHED_SOON), recommended()
     advice = "`perdure models` lists others"
-    if best is not None:
-        advice = (
-            f"`perdure run -m {best.name} PROMPT` asks the best model that fits here "
-            f"({best.size / 1e9:.1f} GB to fetch), {advice}"
-        )
+    if small is not None:
+        fetched = f"{small.size / 1e9:.1f} GB to fetch"
+        advice = f"`perdure run -m {small.name} PROMPT` asks a good one ({fetched}), {advice}"
+    if best is not None and best is not small:
+        advice += f"; the best that fits here is {best.name} ({best.size / 1e9:.1f} GB)"
     terminal.note(f"this was the demo model, SmolLM2 135M: quick, small and often wrong. {advice}")
     with suppress(OSError):
         marker.touch()
@@ -144,3 +145,24 @@ def session_folder(store: Path | None, *, create: bool = False) -> Path:
             f"`perdure sessions import FILE{there}` brings one"
         )
     return folder
+
+
+@contextmanager
+def shared_keys(folder: Path | None) -> Iterator[KeyStore | None]:
+    """The keys that are kept with the sessions of a server; None where a folder has its sessions in it."""
+    from perdure.server.core.keys import KeyStore
+    from perdure.sessions.store.remote import remote_of
+
+    remote = remote_of(folder) if folder is not None else None
+    if folder is None or remote is None:
+        yield None
+        return
+    with remote.key_store(folder) as store:
+        assert isinstance(store, KeyStore)
+        yield store
+
+
+def keys_in(folder: Path | None) -> int:
+    """How many keys are kept with the sessions, for several servers."""
+    with shared_keys(folder) as store:
+        return 0 if store is None else len(store.keys())

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from perdure.checks import check_one_of
+from perdure.cli.commands.sessions import title_of
 from perdure.cli.options.groups import REPLY_OPTIONS
 from perdure.cli.output import terminal, words
 from perdure.cli.output.progress import working
@@ -27,6 +28,7 @@ _ELSEWHERE = {
     "/?": "/help",
     "/clear": "/reset",
     "/load": "/sessions",
+    "/export": "/save",
 }
 """What other programs call it."""
 _LISTED = 30
@@ -123,7 +125,10 @@ def _set(chat: Conversation, rest: str) -> None:
         return
     option = REPLY_OPTIONS.get(name)
     if option is None:
-        raise InvalidInputError(f"there is no setting {name!r}; there are {', '.join(REPLY_OPTIONS)}")
+        names = (*REPLY_OPTIONS, "overflow")
+        near = difflib.get_close_matches(name, names, n=1)
+        meant = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
+        raise InvalidInputError(f"there is no setting {name!r}; {meant}")
     if not value.strip():
         raise InvalidInputError(f"give a value: /set {name} {option.default_text}, or /set {name} default")
     if value.strip() == "default":
@@ -156,6 +161,18 @@ def _undo(chat: Conversation, _: str) -> None:
     chat.session.rewind(1)
     text = next((message.content or "" for message in last[-1].messages), "a summary")
     terminal.tell(f"Took back: {text}")
+
+
+def _continue(chat: Conversation, _: str) -> None:
+    chat.resume()
+
+
+def _again(chat: Conversation, _: str) -> None:
+    chat.resume(again=True)
+
+
+def _discard(chat: Conversation, _: str) -> None:
+    chat.discard()
 
 
 def _fork(chat: Conversation, name: str) -> None:
@@ -191,26 +208,57 @@ def _regenerate(chat: Conversation, _: str) -> None:
 def _sessions(chat: Conversation, name: str) -> None:
     if name:
         chat.switch(name)
-        return
+    else:
+        _list(chat)
+
+
+def _search(chat: Conversation, text: str) -> None:
+    text = _needed(text, "what to look for: /search TEXT")
+    if not _list(chat, text):
+        terminal.tell(f"No session has {words.quoted(text)}.")
+
+
+def _rename(chat: Conversation, title: str) -> None:
+    title = title_of(_needed(title, "a title: /rename TITLE"))
+    chat.session.note({"title": title})
+    terminal.tell(f"{words.quoted(chat.session.name)} is called {words.quoted(title)} in lists.")
+
+
+def _branches(chat: Conversation, _: str) -> None:
+    """This conversation and those that were split off it by an edit."""
+    base = chat.session.name.partition("~")[0]
+    _list(chat, branches_of=base)
+
+
+def _list(chat: Conversation, text: str | None = None, *, branches_of: str | None = None) -> int:
+    """The sessions, those with a text, or the branches of one; how many there are."""
+    shown = 0
     for sessions, stored in chat.sessions():
-        rows = sessions.list(limit=_LISTED + 1)
+        rows = sessions.list(limit=None if branches_of else _LISTED + 1, text=text)
+        if branches_of is not None:
+            rows = [row for row in rows if row.name.partition("~")[0] == branches_of]
+        shown += len(rows)
         for row in rows[:_LISTED]:
             here = "*" if row.name == chat.session.name and chat.kept is stored else " "
             turns = words.count(row.depth, "turn")
             note = "" if stored else "  (not kept)"
-            terminal.tell(f"{here} {turns:>10}  {words.moment(row.updated)}  {words.quoted(row.name)}{note}")
+            title = f"  {words.quoted(row.title)}" if row.title else ""
+            terminal.tell(
+                f"{here} {turns:>10}  {words.moment(row.updated)}  {words.quoted(row.name)}{title}{note}"
+            )
         if len(rows) > _LISTED:
             terminal.tell(f"  These are the latest {_LISTED}; `perdure sessions ls` lists all of them.")
+    return shown
 
 
 def _sleep(chat: Conversation, _: str) -> None:
     if not chat.kept:
         raise SessionError("this conversation is not kept on disk: /keep NAME keeps it")
     chat.session.sleep()
-    plan = chat.session.plan_wake()
+    estimate = chat.session.plan_wake()
     terminal.tell(
-        f"Asleep in {chat.folder}: {words.size(plan.nbytes)}. To wake it: "
-        f"{words.sources(plan.tiers, plan.computed)}. The next message does."
+        f"Asleep in {chat.folder}: {words.size(estimate.nbytes)}. To wake it: "
+        f"{words.sources(estimate.tiers, estimate.computed)}. The next message does."
     )
 
 
@@ -273,15 +321,23 @@ COMMANDS = (
         _edit,
     ),
     Command("/regen", "", "another reply to the last message", _regenerate),
+    Command("/continue", "", "go on with the reply that was interrupted, behind its last word", _continue),
+    Command("/again", "", "answer the message anew whose reply was interrupted", _again),
+    Command("/discard", "", "forget the message and the reply that was interrupted", _discard),
     Command("/fork", "NAME", "go on in a copy; this conversation stays as it is", _fork),
     Command("/reset", "", "start anew; this conversation stays as it is", _reset),
     Command("/system", "[TEXT]", "show the system prompt, or start anew with that one", _system),
     Command("/model", "[NAME]", "show the model, or go on with another", _model),
     Command("/set", "[NAME VALUE]", "show the settings of replies, or change one", _set),
     Command("/sessions", "[NAME]", "list the sessions, or go to one", _sessions),
+    Command(
+        "/search", "TEXT", "list the sessions with that text in their names or in what was said", _search
+    ),
+    Command("/rename", "TITLE", "what the conversation is called in lists; its name stays", _rename),
+    Command("/branches", "", "list the lines of this conversation that edits have left", _branches),
     Command("/sleep", "", "put the state on disk and free its memory", _sleep),
     Command("/save", "FILE", "export: .md and .jsonl give text, others the session with its state", _save),
     Command("/stats", "", "what the last reply reused and computed, and how fast it was", _stats),
-    Command("/think", "show|hide", "show what the model thinks before it answers, or do not", _think),
+    Command("/think", "show|hide", "show or hide the model's reasoning", _think),
 )
 NAMES = (*(command.name for command in COMMANDS), _QUIT)

@@ -9,15 +9,17 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perdure.engine.adapters import PLAIN, AdapterSet, Scales
 from perdure.engine.contract import Floats, Tokens
-from perdure.engine.embedder import Embedder, Reading
 from perdure.errors import BusyError, ClosedError, InvalidInputError
+
+if TYPE_CHECKING:
+    from perdure.engine.embedder import Embedder, Reading
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,7 +101,7 @@ class _Task:
         self._vectors.append(vector)
         self._waiting.popleft()
         if not self._waiting:
-            # Whoever asked may have left just now.
+            # The caller may have cancelled just now.
             with suppress(InvalidStateError):
                 self.answer.set_result(Embeddings(np.stack(self._vectors), self._counts))
 
@@ -111,7 +113,7 @@ class _Task:
 class EmbeddingQueue:
     """Makes vectors of texts, for any thread.
 
-    Always holds: a text is read alone and from its beginning, so its vector does not depend on who else is
+    Always holds: a text is read alone and from its beginning, so its vector does not depend on what else is
     served; the engine thread is never kept for more than a chunk, and replies have at least half of its time;
     requests take turns text by text.
     """
@@ -125,7 +127,7 @@ class EmbeddingQueue:
         replying: Callable[[], bool],
         limit: int,
     ) -> None:
-        """`choose` finds the adapters for a text, of who names some or none."""
+        """`choose` finds the adapters for a text, of requests that name some or none."""
         self._opened = opened
         self._choose = choose
         self._post = post
@@ -178,7 +180,7 @@ class EmbeddingQueue:
                 self._embedder.close()
 
     def _ready(self) -> Embedder:
-        """The embedder, opened by whoever needs it first: the engine thread has others to serve."""
+        """The embedder, opened by the thread that needs it first: the engine thread has others to serve."""
         with self._opening:
             if self._closed:
                 raise ClosedError("this runtime is closed")

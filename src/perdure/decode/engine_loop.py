@@ -12,14 +12,12 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from perdure.checks import is_whole
-from perdure.config import QUEUE
 from perdure.decode.executor import Executor
 from perdure.decode.output_queue import OutputQueue
 from perdure.decode.request import Request
-from perdure.decode.sampling.grammar import Grammars
 from perdure.decode.sampling.stage import BreakerTable
 from perdure.decode.scheduler import (
     TIMED,
@@ -31,18 +29,23 @@ from perdure.decode.scheduler import (
     Slots,
     Step,
     admit,
-    lift,
+    promote,
     to_give_way,
 )
 from perdure.decode.sequence import Rank, SequenceGroup, make_group
-from perdure.decode.speculation.drafter import Drafter
-from perdure.decode.speculation.speculator import Speculator
 from perdure.decode.step_events import StepEvents
 from perdure.engine.adapters import AdapterTable
 from perdure.engine.context import Context
-from perdure.engine.model import Model
+from perdure.engine.model import EngineModel
+from perdure.engine_config import QUEUE
 from perdure.errors import BusyError, ClosedError, EngineError, InvalidInputError
+from perdure.events.background import BackgroundThread
 from perdure.events.hub import EventHub
+
+if TYPE_CHECKING:
+    from perdure.decode.drafter import Drafter
+    from perdure.decode.sampling.grammar import Grammars
+
 
 T = TypeVar("T")
 
@@ -54,7 +57,7 @@ STALL = 0.05
 """Seconds for which a running reply may be held up by others' prompts."""
 _COUNT = operator.attrgetter("count")
 _LONG = 0.05
-"""Seconds of a step from which on whoever only looks does not wait for its end."""
+"""Seconds of a step from which on a caller that only reads a state does not wait for its end."""
 _LONGEST_QUIET = 1.0
 """Seconds without a request after which nothing that waits for quiet waits any longer."""
 
@@ -66,8 +69,8 @@ class _Call:
     function: Callable[[], Any]
     answer: Future[Any]
     stop: Callable[[], None] | None
-    looks: bool = False
-    """Whether it only looks, so that it need not be answered between steps."""
+    is_peek: bool = False
+    """Whether it only reads, so that it need not be answered between steps."""
 
 
 class _LongStep(Exception):
@@ -75,15 +78,15 @@ class _LongStep(Exception):
 
 
 class EngineLoop:
-    """Serves requests on one context, from any thread: admit → plan → execute → deliver.
+    """Serves requests on one context, from any thread: admit → next steps → execute → deliver.
 
-    Always holds: a running request has a slot of its own, with room for all that it may write; an error
-    ends only the request that it belongs to; no reader is ever waited for.
+    Always holds: a running request has one slot to itself, with room for all that it may write; an error ends
+    only the request that it belongs to; the loop never waits for a reader.
     """
 
     def __init__(
         self,
-        model: Model,
+        model: EngineModel,
         context: Context,
         *,
         exact: bool = False,
@@ -93,10 +96,10 @@ class EngineLoop:
         slots: Slots | None = None,
         adapters: AdapterTable | None = None,
         events: EventHub | None = None,
-        drafters: Sequence[Drafter] = (),
+        open_drafter: Callable[[], Drafter | None] = lambda: None,
     ) -> None:
-        """`drafters` guess ahead for requests that ask for it. An exact loop has no use for them: steps of
-        other sizes round otherwise."""
+        """What `open_drafter` gives guesses ahead for requests that ask for it. An exact loop has no use for
+        it: steps of other sizes round otherwise."""
         for name, value, low in (("queue", queue, 0), ("chunk", chunk, 1)):
             if not is_whole(value) or value < low:
                 raise InvalidInputError(f"{name} is a whole number from {low}, got {value!r}")
@@ -112,18 +115,13 @@ class EngineLoop:
             tokens=context.n_batch, rows=rows, chunk=self.pacer.chunk, alone=self.pacer.alone
         )
         self.slots = slots or Slots(context)
-        self._speculator = (
-            Speculator(drafters, n_ctx=context.n_ctx, prepares=context.capabilities.asynchronous)
-            if drafters and not exact
-            else None
-        )
         # Asked for at every token.
         self._piece = functools.cache(model.piece)
         self._events = StepEvents(events or EventHub(), context, self._piece)
-        self.executor = Executor(context, self.slots, self.pacer, self._events, self._speculator)
-        self._grammars = Grammars(model)
+        drafter = (lambda: None) if exact else open_drafter
+        self.executor = Executor(context, self.slots, self.pacer, self._events, drafter)
         self._breakers = BreakerTable(model)
-        self._adapters = adapters or AdapterTable(getattr(model, "adapter", None))
+        self._adapters = adapters or AdapterTable(model.adapter)
         self._changed = threading.Condition()
         self._waiting: deque[SequenceGroup] = deque()
         self._idle: deque[SequenceGroup] = deque()
@@ -131,22 +129,30 @@ class EngineLoop:
         self._active: list[SequenceGroup] = []
         self._calls: list[_Call] = []
         self._in_quiet: dict[Hashable, Callable[[], object]] = {}
-        """What is done once nobody asks for anything, by what tells one from another."""
+        """Functions that are called once there are no requests, by their keys."""
         self._quiet_seconds = 0.0
         """How long the latest of these took."""
         self._last_end = -math.inf
         """When a request ended last."""
         self._stop_call: Callable[[], None] | None = None
         self._in_long_step = False
-        self._lookers = 0
+        self._peekers = 0
         """Threads that look at something during a long step."""
         self._turn = 0
         self._cancelled = False
-        """Whether somebody was cancelled who may not have ended yet."""
+        """Whether a cancelled request may not have ended yet."""
         self._next_deadline = math.inf
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name="perdure-engine", daemon=True)
+        self._failed = False
+        self._thread = BackgroundThread(self._run, name="perdure-engine")
         self._thread.start()
+
+    @functools.cached_property
+    def _grammars(self) -> Grammars:
+        """Made for the first reply that is held to one."""
+        from perdure.decode.sampling.grammar import Grammars
+
+        return Grammars(self._model)
 
     # For callers, from any thread.
 
@@ -158,7 +164,7 @@ class EngineLoop:
             model=self._model,
             piece=self._piece,
             context=self._context,
-            grammars=self._grammars,
+            grammars=lambda: self._grammars,
             breakers=self._breakers,
             adapters=self._adapters,
             deadline=request.ends_at(time.monotonic()),
@@ -169,13 +175,16 @@ class EngineLoop:
                 raise ClosedError("this runtime is closed")
             group.event_id = request.event_id or next(self._events.hub.ids)
             watched = request.observe is not None or self._events.hub.on
+            if group.deadline is not None:
+                self._next_deadline = min(self._next_deadline, group.deadline)
+            self._cancelled |= group.cancelled
             if request.idle:
                 if watched:
                     self._events.queued(group, request)
                 self._idle.append(group)
                 self._changed.notify_all()
                 return group
-            # Those who came a moment ago and will find a free slot do not count as waiting.
+            # Requests that came a moment ago and will find a free slot do not count as waiting.
             free = self.slots.count - sum(each.slots for each in self._active if each.rank < Rank.IDLE)
             waiting = len(self._waiting) - free
             if waiting >= self._limit:
@@ -187,8 +196,6 @@ class EngineLoop:
             if watched:
                 self._events.queued(group, request)
             self._waiting.append(group)
-            if group.deadline is not None:
-                self._next_deadline = min(self._next_deadline, group.deadline)
             self._changed.notify_all()
             has_room = free > 0 or any(each.rank > group.rank for each in self._active)
         if has_room:
@@ -211,26 +218,26 @@ class EngineLoop:
         return answer
 
     def post_in_quiet(self, key: Hashable, function: Callable[[], object]) -> None:
-        """Have `function` run in the engine thread once nobody has asked for anything for as long as the
-        latest such function took, a second at most: whoever comes just then waits for it. The next one with
-        the same key takes its place. What is left when the loop is closed is not done."""
+        """Run `function` in the engine thread once the loop has had no request for as long as the latest such
+        function took, a second at most. A request that comes while it runs waits for it. The next function
+        with the same key replaces it. Functions that are left when the loop is closed are not called."""
         with self._changed:
             self._in_quiet.pop(key, None)
             self._in_quiet[key] = function
             self._changed.notify_all()
 
-    def look(self, function: Callable[[], T]) -> T:
-        """Like `call`, for what only looks: nobody waits for a step of a prompt. During such a step
-        `function` is called in the caller's thread, and the step's end waits for it: it may make no call of
-        the context that takes its lock, which the step holds."""
+    def peek(self, function: Callable[[], T]) -> T:
+        """Like `call`, for a function that only reads: it does not wait for a step of a prompt. During such a
+        step `function` is called in the caller's thread, and the step's end waits for it: it may make no call
+        of the context that takes its lock, which the step holds."""
         self.check_thread()
         while True:
-            call = _Call(function, Future(), None, looks=True)
+            call = _Call(function, Future(), None, is_peek=True)
             with self._changed:
                 if self._closing:
                     raise ClosedError("this runtime is closed")
                 if self._in_long_step:
-                    self._lookers += 1
+                    self._peekers += 1
                     break
                 self._calls.append(call)
                 self._changed.notify_all()
@@ -242,7 +249,7 @@ class EngineLoop:
             return function()
         finally:
             with self._changed:
-                self._lookers -= 1
+                self._peekers -= 1
                 self._changed.notify_all()
 
     @property
@@ -250,6 +257,11 @@ class EngineLoop:
         """Requests waiting, and being served."""
         with self._changed:
             return len(self._waiting), sum(group.rank < Rank.IDLE for group in self._active)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the engine thread ended before this was closed: nothing is answered any more."""
+        return self._failed
 
     def close(self) -> None:
         """End every request as cancelled and stop the engine thread."""
@@ -261,8 +273,6 @@ class EngineLoop:
                 self._stop_call()
             self._changed.notify_all()
         self._thread.join()
-        if self._speculator is not None:
-            self._speculator.close()
 
     def check_thread(self) -> None:
         """Refuse a caller for whom the engine thread itself would have to wait."""
@@ -281,7 +291,7 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             while True:
-                # Only this thread changes who is active: between two steps of theirs, nothing is locked.
+                # Only this thread changes the active groups: between two steps, nothing is locked.
                 if not self._active:
                     with self._changed:
                         while not (self._waiting or self._calls or self._closing or self._idle):
@@ -293,6 +303,7 @@ class EngineLoop:
                 self._round()
         except BaseException as error:
             # A defect of our own: nobody may be left waiting for a thread that is gone.
+            self._failed = True
             self._end_all(error)
             raise
         self._end_all(None)
@@ -318,7 +329,7 @@ class EngineLoop:
         pacer = self.pacer
         if self._budget.chunk != pacer.chunk or self._budget.alone != pacer.alone:
             self._budget = replace(self._budget, chunk=pacer.chunk, alone=pacer.alone)
-        for step in self.scheduler.plan(self._active, self.slots, self._budget, turn=self._turn):
+        for step in self.scheduler.next_steps(self._active, self.slots, self._budget, turn=self._turn):
             tokens = sum(map(_COUNT, step))
             if tokens >= len(step) + TIMED or tokens * pacer.a_token >= _LONG:
                 self._execute_long(step)
@@ -329,19 +340,19 @@ class EngineLoop:
             self.executor.notify()
 
     def _execute_long(self, step: Step) -> None:
-        """Execute a step of a prompt. Those who only look do so meanwhile."""
+        """Execute a step of a prompt. Peeks are answered meanwhile."""
         with self._changed:
             self._in_long_step = True
-            looks = [call for call in self._calls if call.looks]
-            self._calls = [call for call in self._calls if not call.looks]
-        for call in looks:
+            peeks = [call for call in self._calls if call.is_peek]
+            self._calls = [call for call in self._calls if not call.is_peek]
+        for call in peeks:
             call.answer.set_exception(_LongStep())
         try:
             self.executor.execute(step, self._active, self._budget)
         finally:
             with self._changed:
                 self._in_long_step = False
-                self._changed.wait_for(lambda: not self._lookers)
+                self._changed.wait_for(lambda: not self._peekers)
 
     def _answer_calls(self) -> None:
         with self._changed:
@@ -361,7 +372,7 @@ class EngineLoop:
 
     def _end_overdue(self) -> None:
         with self._changed:
-            # Before they are looked at: who is cancelled from now on sets it again.
+            # Before the requests are checked: one that is cancelled from now on sets it again.
             self._cancelled = False
             groups = [*self._active, *self._waiting, *self._idle]
             deadlines = [group.deadline for group in groups if group.deadline is not None]
@@ -382,12 +393,12 @@ class EngineLoop:
                     self._active.append(group)
                 if self._events.hub.on:
                     self._events.placed(group)
-            lift(self._waiting, self._active)
+            promote(self._waiting, self._active)
             # Exact replies stay: what is computed again would not be cut where it was.
             later = None if self._exact else to_give_way(list(self._waiting), self._active)
             if later is None:
                 break
-            self.executor.give_way(later)
+            self.executor.preempt(later)
             with self._changed:
                 self._active.remove(later)
                 self._waiting.appendleft(later)
@@ -396,7 +407,7 @@ class EngineLoop:
     def _set_idle_aside(self) -> None:
         """Idle work gives way before a request is admitted: what it has read is in its slot, and is used."""
         for group in [each for each in self._active if each.rank == Rank.IDLE]:
-            self.executor.give_way(group)
+            self.executor.preempt(group)
             with self._changed:
                 self._active.remove(group)
                 self._idle.appendleft(group)
@@ -430,8 +441,8 @@ class EngineLoop:
         try:
             function()
         except Exception:
-            # Nobody waits for it, and nobody may suffer from it.
-            log.exception("what was to be done in quiet could not be")
+            # No request waits for it, and none may fail with it.
+            log.exception("a function that waited for an idle engine failed")
         self._quiet_seconds = min(time.monotonic() - began, _LONGEST_QUIET)
 
     def _collect(self, groups: Sequence[SequenceGroup]) -> None:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -19,12 +19,15 @@ from perdure.decode.sampling.sampler import CompiledChain, Sampler, Shown, draw,
 from perdure.decode.sampling.stage import Candidates
 from perdure.decode.scheduler import TIMED, Budget, Chunk, PrefillPacer, Slots, Step
 from perdure.decode.sequence import SequenceGroup, SlotAssignment, TokenSequence
-from perdure.decode.speculation.speculator import Speculator
 from perdure.decode.step_events import ALTERNATIVES, Drawing, StepEvents
 from perdure.engine.context import Context, Feed
 from perdure.engine.contract import Floats, Rows
 from perdure.engine.row_kernels import Measures
 from perdure.errors import DecodeCancelled, InvalidInputError, PerdureError
+
+if TYPE_CHECKING:
+    from perdure.decode.drafter import Drafter
+
 
 log = logging.getLogger("perdure.decode")
 
@@ -41,6 +44,7 @@ _Draw: TypeAlias = tuple[TokenSequence, Candidates]
 _Row: TypeAlias = tuple[int, int, TokenSequence, CompiledChain, int, Chunk]
 """A slot, which of its rows to draw from, the sequence that is to draw, how, at which position, and the part
 of the step."""
+_COUNT = operator.attrgetter("count")
 _BY_PLACE = operator.itemgetter(0, 1)
 _Drawn: TypeAlias = tuple[list[int], dict[int, Shown]]
 """Tokens, and by their places what is to be shown of them."""
@@ -59,11 +63,12 @@ class Executor:
         slots: Slots,
         pacer: PrefillPacer,
         events: StepEvents,
-        speculator: Speculator | None = None,
+        open_drafter: Callable[[], Drafter | None] = lambda: None,
     ) -> None:
+        """`open_drafter` is called when a reply first asks for guesses."""
         self._events = events
         self._context = context
-        self._speculator = speculator
+        self._open_drafter = open_drafter
         self._slots = slots
         self._pacer = pacer
         # Reentrant: the garbage collector drops jobs, and so cancels requests, anywhere.
@@ -114,7 +119,7 @@ class Executor:
     def execute(self, step: Step, active: Sequence[SequenceGroup], budget: Budget) -> None:
         """Compute a step and draw from its rows; `active` are all groups that have slots, and `budget` is
         what the step can take with guesses."""
-        # Who lost state since the step was planned is planned for anew in the next round.
+        # A sequence that lost state since the step was made is put into a new step in the next round.
         current: list[Chunk] = []
         guessed_for = 0
         for chunk in step:
@@ -126,9 +131,9 @@ class Executor:
         if not step:
             return
         # Where nobody asks for guesses, nothing is learned of the step either.
-        speculator = self._speculator if guessed_for else None
-        if speculator is not None:
-            speculator.add_drafts(step, budget)
+        drafter = self._drafter if guessed_for else None
+        if drafter is not None:
+            self._propose(drafter, step, budget)
         try:
             self._decode(step)
         except DecodeCancelled:
@@ -136,21 +141,50 @@ class Executor:
         except (PerdureError, MemoryError) as error:
             self._recount(active)
             if len(step) > 1 or step[0].draft:
-                # Somebody's tokens, or a guess, or bad luck: each gets past this point alone, or ends.
+                # One sequence's tokens, or a guess, or bad luck: each gets past this point alone, or ends.
                 for chunk in step:
-                    chunk.sequence.alone_until = chunk.start + chunk.count
+                    sequence = chunk.sequence
+                    sequence.alone_until = max(sequence.alone_until, chunk.start + chunk.count)
             else:
                 step[0].group.fail(error, step[0].sequence)
         else:
             # Readers have a core to themselves until the next step begins.
             self.notify()
             self._draw(step)
-            if speculator is not None:
-                speculator.observe(step, time.monotonic() - self._began)
+            if drafter is not None:
+                drafter.observe(step, time.monotonic() - self._began)
             if self._can_wait():
                 return
         if not self._context.capabilities.asynchronous:
             self.notify()
+
+    @functools.cached_property
+    def _drafter(self) -> Drafter | None:
+        return self._open_drafter()
+
+    def _propose(self, drafter: Drafter, step: Step, budget: Budget) -> None:
+        """Have tokens guessed, as many as there is room for."""
+        try:
+            drafter.propose(step, budget)
+        except Exception:
+            # A guess that fails costs nobody a reply.
+            log.exception("guessing ahead failed; it is not done again")
+            self._open_drafter = lambda: None
+            del self._drafter
+            for chunk in step:
+                chunk.draft = ()
+            return
+        room = -1
+        for chunk in step:
+            if chunk.draft:
+                if room < 0:
+                    # Nothing of this where nothing is guessed.
+                    room = min(budget.tokens - sum(map(_COUNT, step)), budget.rows - len(step))
+                sequence = chunk.sequence
+                # The last token that may be written is drawn, never guessed.
+                most = min(room, sequence.room - 1, self._context.n_ctx - len(sequence.tokens))
+                chunk.draft = chunk.draft[: max(0, most)] if chunk.takes_guesses else ()
+                room -= len(chunk.draft)
 
     def notify(self) -> None:
         """Give readers what was drawn for them since the last time."""
@@ -163,15 +197,15 @@ class Executor:
                 sequence.deliver()
             except BaseException as error:
                 _end_by(error, sequence)
-            # Who has ended is told with its replies, a moment later.
+            # The end of a whole group is delivered with its replies, a moment later.
             if sequence.finish_reason is None or not group.done:
                 changed[group] = None
         notify(changed)
 
     def _can_wait(self) -> bool:
-        """Whether readers are told of what was drawn after the next step, and not during it: where a step
-        needs all cores, whoever reads meanwhile holds it up. Nobody sees that by the eye: the steps are
-        shorter than a frame, and first tokens and ends do not wait."""
+        """Whether tokens are delivered after the next step, and not during it: where a step needs all cores,
+        a reader that runs meanwhile holds it up. The delay is not visible: these steps are shorter than a
+        frame, and first tokens and ends do not wait."""
         if not self._fills_cores or self._seconds > FRAME:
             return False
         # At every step: a generator would take four times as long.
@@ -184,8 +218,8 @@ class Executor:
         """Give the slots of finished samples to those that wait for one, or back."""
         for sequence in group.sequences:
             while sequence.done and sequence.seq is not None:
-                if self._speculator is not None and sequence.request.speculate:
-                    self._speculator.forget(sequence)
+                if sequence.request.speculate and (drafter := self._drafter) is not None:
+                    drafter.forget(sequence)
                 seq, sequence.seq = sequence.seq, None
                 if waiting := group.waiting:
                     sequence = waiting[0]
@@ -193,9 +227,9 @@ class Executor:
                 else:
                     self._release(seq)
 
-    def give_way(self, group: SequenceGroup) -> None:
+    def preempt(self, group: SequenceGroup) -> None:
         """Take the slot of a request that goes on later, from what it has."""
-        self._release(group.give_way())
+        self._release(group.preempt())
 
     def _release(self, seq: int) -> None:
         try:
@@ -372,8 +406,8 @@ class Executor:
             self._fork_samples(group)
 
     def _take_together(self, plain: Sequence[_Row], *, is_watched: bool = False) -> Measures | None:
-        """Draw a token for each sequence, out of all their rows in one pass. `is_watched`: somebody wants to
-        know of each of them, and is told of these measures, in the order of the rows."""
+        """Draw a token for each sequence, out of all their rows in one pass. `is_watched`: a listener wants
+        events of each of them, and gets these measures, in the order of the rows."""
         # In the order of their rows in the engine's memory, where they are then one table.
         if len(plain) > 1:
             plain = sorted(plain, key=_BY_PLACE)
@@ -489,7 +523,7 @@ def _measure_and_draw(draws: Callable[[Floats], _Drawn], rows: Floats) -> tuple[
     try:
         measures: Measures | None = Measures(rows, ALTERNATIVES)
     except PerdureError:
-        # What cannot be told is not told; the reply goes on.
+        # An event that fails is dropped; the reply goes on.
         measures = None
     drawn = draws(rows)
     if measures is not None:

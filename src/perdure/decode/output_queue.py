@@ -1,4 +1,4 @@
-"""The output queue of a request: one thread fills it, and those who read it are told in one call a step.
+"""The output queue of a request: one thread fills it, and notifies its readers with one call a step.
 
 A reader waits in a thread, in a task of an event loop, or is called in that loop (`DirectReader`).
 """
@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 import weakref
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
@@ -24,8 +25,8 @@ NAP = 0.2
 """Seconds: threads wait in short naps, since Python may miss a Ctrl-C that comes just as a wait begins."""
 
 
-class Listener(Protocol):
-    """Is told that output queues changed.
+class OutputListener(Protocol):
+    """Gets a call when output queues changed.
 
     `notify` is called in the thread that fills the queues, once for all of a step that this listener waits
     for, with the waiters that it gave to `OutputQueue.listen` or `subscribe`. It must not wait, and must be
@@ -44,7 +45,7 @@ class ThreadListener:
 
 
 class AsyncioListener:
-    """Those who wait in one event loop: a waiter is called there, and one call reaches all of them."""
+    """The waiters in one event loop: each is called there, and one call reaches all of them."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         # Weak: the table of listeners must not keep loops alive.
@@ -52,7 +53,7 @@ class AsyncioListener:
 
     @classmethod
     def of(cls, loop: asyncio.AbstractEventLoop) -> AsyncioListener:
-        """The one listener of a loop, so that one call serves all who wait there."""
+        """The one listener of a loop, so that one call serves all waiters there."""
         listener = _listeners.get(loop)
         return listener if listener is not None else _listeners.setdefault(loop, cls(loop))
 
@@ -88,14 +89,18 @@ class OutputQueue:
         self.finished = False
         self.prompt_tokens = prompt_tokens
         self.read = 0
-        """Tokens of the prompt whose state is there, for whoever asks while it waits."""
-        self.written = 0
-        """Tokens of all deltas so far."""
+        """Tokens of the prompt whose state is there, for readers that show progress."""
+        self.tokens = array("i")
+        """Of all deltas so far, whether somebody has read them or not."""
+        self.last_tokens = 0
+        """How many of them came with the end."""
         self.cancelled = False
+        self.interrupted = ""
+        """Why it was cancelled, where its caller did not ask for that."""
         self._canceller = canceller
-        self._on_every_change: list[tuple[Listener, Any]] = []
-        self._on_change: list[tuple[Listener, Any]] = []
-        self._on_finish: list[tuple[Listener, Any]] = []
+        self._on_every_change: list[tuple[OutputListener, Any]] = []
+        self._on_change: list[tuple[OutputListener, Any]] = []
+        self._on_finish: list[tuple[OutputListener, Any]] = []
         self._direct: DirectReader | None = None
 
     # For the thread that fills it.
@@ -107,7 +112,9 @@ class OutputQueue:
         One thread at a time pushes.
         """
         for delta in deltas:
-            self.written += len(delta.tokens)
+            if delta.finish_reason is not None:
+                self.last_tokens = len(delta.tokens)
+            self.tokens.extend(delta.tokens)
         if self._direct is not None and not self.deltas and self._direct.push(deltas):
             return True
         with self.lock:
@@ -115,17 +122,22 @@ class OutputQueue:
         return False
 
     def finish(self, replies: list[Reply]) -> None:
-        """Close the queue and tell everybody. Only the first time does something."""
+        """Close the queue and notify its listeners. Later calls do nothing."""
         with self.lock:
             if self.finished:
                 return
             self.replies = replies
             self.finished = True
-            # Whoever keeps the queue keeps what came of it, and not what it was made with.
+            # A caller that keeps the queue keeps its replies, and not the request behind the canceller.
             self._canceller = None
         notify([self])
 
-    # For those who read it.
+    # For readers.
+
+    @property
+    def written(self) -> int:
+        """Tokens of all deltas so far."""
+        return len(self.tokens)
 
     def cancel(self) -> None:
         """End the request within one step; its reply says `cancelled`."""
@@ -154,16 +166,16 @@ class OutputQueue:
             elif over:
                 return
 
-    def listen(self, listener: Listener, waiter: Any, *, finish: bool = False) -> None:
-        """Tell `listener` of the next change, or only of the end; called with `lock` held, once a wait."""
+    def listen(self, listener: OutputListener, waiter: Any, *, finish: bool = False) -> None:
+        """Notify `listener` of the next change, or only of the end; called with `lock` held, once a wait."""
         (self._on_finish if finish else self._on_change).append((listener, waiter))
 
-    def subscribe(self, listener: Listener, waiter: Any) -> None:
-        """Tell `listener` of every change from now on, and of the end; called with `lock` held."""
+    def subscribe(self, listener: OutputListener, waiter: Any) -> None:
+        """Notify `listener` of every change from now on, and of the end; called with `lock` held."""
         self._on_every_change.append((listener, waiter))
 
-    def due(self) -> list[tuple[Listener, Any]]:
-        """The listeners to be told now; who only listens is told once."""
+    def due(self) -> list[tuple[OutputListener, Any]]:
+        """The listeners to notify now; those of `listen` are notified once."""
         with self.lock:
             waiters = self._on_every_change + self._on_change
             if self._on_change:
@@ -240,7 +252,7 @@ class DirectReader:
 
     def push(self, deltas: Sequence[Delta]) -> bool:
         """Read what was never in the queue. False where this is not the event loop, or it has ended."""
-        # Whoever waited may have been cancelled meanwhile.
+        # The waiting task may have been cancelled meanwhile.
         if asyncio._get_running_loop() is not self._loop or self.ended.done():
             return False
         try:
@@ -268,7 +280,7 @@ class DirectReader:
 
 def notify(queues: Iterable[OutputQueue]) -> None:
     """Tell the listeners of all `queues` what is new: one call a listener."""
-    due: dict[Listener, list[Any]] = {}
+    due: dict[OutputListener, list[Any]] = {}
     for queue in queues:
         for listener, waiter in queue.due():
             due.setdefault(listener, []).append(waiter)
@@ -277,7 +289,7 @@ def notify(queues: Iterable[OutputQueue]) -> None:
             listener.notify(waiters)
         except Exception:
             # Called in the engine thread, which has others to serve.
-            log.exception("%d readers could not be told of their replies", len(waiters))
+            log.exception("%d readers could not be notified of their replies", len(waiters))
 
 
 def _call(waiters: Sequence[Callable[[], None]]) -> None:
@@ -285,7 +297,7 @@ def _call(waiters: Sequence[Callable[[], None]]) -> None:
         try:
             waiter()
         except Exception:
-            log.exception("a reader could not be told of its reply")
+            log.exception("a reader could not be notified of its reply")
 
 
 def resolve(future: asyncio.Future[None]) -> None:

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, Unpack
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perdure.checks import is_number, is_whole
-from perdure.decode.sampling.grammar import Grammar
 from perdure.engine.adapters import absolute_scales
 from perdure.engine.contract import Tokenizer
 from perdure.engine.logits import Candidate
-from perdure.engine.trace import StepLogits
-from perdure.errors import ContextOverflow, InvalidInputError, TokenError
-from perdure.events.event import Observer
+from perdure.errors import ContextOverflow, GrammarError, InvalidInputError, TokenError
 from perdure.events.hub import Subscription
 from perdure.options import check_options, unknown_options
 from perdure.request_options import Priority, RequestOptions, Sampling
+
+if TYPE_CHECKING:
+    from perdure.decode.sampling.grammar import Grammar
+    from perdure.engine.inspection import StepLogits
+    from perdure.events.event import Observer
 
 _USUAL = 32
 """Characters a token that no ordinary text has: shorter ones are tokenised to find out."""
@@ -46,6 +49,9 @@ class Request(RequestOptions):
     continued: bool = False
     """Whether another request goes on where this one reaches `max_tokens`: it has this one's tokens as its
     `reply_prefix`, and tells the text that this one holds back then."""
+    resumed: int = 0
+    """How many tokens at the end of the prompt are a reply that was interrupted: an exact engine computes
+    them as it has written them, a token a step."""
     processors: Sequence[Processor] = ()
     namespace: str = ""
     """Whose prompt it is: kept state is never shared between namespaces."""
@@ -65,7 +71,7 @@ class Request(RequestOptions):
     deadline: float | None = None
     """The same as an instant of `time.monotonic()`: a request that goes on from this one has no more time."""
     observe: Observer | Subscription | None = None
-    """Is called with each of its events, in a thread of its own; or where they are to go."""
+    """Called with each of its events, in a separate thread; or the subscription that gets them."""
     event_id: str = ""
     """What its events name it by; empty for a new name."""
 
@@ -82,8 +88,11 @@ class Request(RequestOptions):
         _check_times(self.timeout, self.deadline)
         if not isinstance(self.sampling, Sampling):
             raise InvalidInputError(f"sampling is a Sampling, got {type(self.sampling).__name__}")
-        if self.grammar is not None and not isinstance(self.grammar, Grammar):
-            raise InvalidInputError(f"grammar is a Grammar, got {type(self.grammar).__name__}")
+        if self.grammar is not None:
+            from perdure.decode.sampling.grammar import Grammar
+
+            if not isinstance(self.grammar, Grammar):
+                raise InvalidInputError(f"grammar is a Grammar, got {type(self.grammar).__name__}")
         if not all(callable(processor) for processor in self.processors):
             raise InvalidInputError("processors are functions of the tokens and the logits")
         if self.observe is not None and not (
@@ -93,7 +102,7 @@ class Request(RequestOptions):
         if not all(is_whole(length) and length >= 0 for length in self.checkpoint_at):
             raise InvalidInputError(f"checkpoint_at are lengths of the prompt, got {self.checkpoint_at!r}")
         if not all(isinstance(pin, KeptPrefix) and pin.seconds is not None for pin in self.pins):
-            raise InvalidInputError(f"pins are of type Pin and have an end, got {self.pins!r}")
+            raise InvalidInputError(f"pins are of type KeptPrefix and have an end, got {self.pins!r}")
 
     def ends_at(self, now: float) -> float | None:
         """The instant at which it ends if it is submitted `now`."""
@@ -109,7 +118,7 @@ class Request(RequestOptions):
 
         The one parser of options: of the library's keywords, the command's and the server's.
         """
-        if unknown := unknown_options(keywords, _KEYWORDS):
+        if unknown := unknown_options(keywords, KEYWORDS):
             raise unknown
         drawing = {name: value for name, value in keywords.items() if name in Sampling.__dataclass_fields__}
         own: dict[str, Any] = {name: value for name, value in keywords.items() if name in _OWN}
@@ -120,16 +129,28 @@ class Request(RequestOptions):
         if sum(each is not None for each in (grammar, schema, regex)) > 1:
             raise InvalidInputError("give one of grammar, schema and regex")
         if schema is not None:
+            from perdure.decode.sampling.grammar import Grammar
+
             grammar = Grammar.json_schema(schema)
         elif regex is not None:
+            from perdure.decode.sampling.grammar import Grammar
+
             grammar = Grammar.regex(regex)
         return cls(
             prompt=prompt,
             sampling=sampling or Sampling(**drawing),  # type: ignore[arg-type]
-            stops=(stop,) if isinstance(stop, str) else tuple(stop or ()),
+            stops=_stops(stop),
             grammar=grammar,
             **own,
         )
+
+
+def _stops(stop: object) -> tuple[str, ...]:
+    if stop is None or isinstance(stop, str):
+        return () if stop is None else (stop,)
+    if not isinstance(stop, Iterable):
+        raise InvalidInputError(f"stop is a text, or several, got {stop!r}")
+    return tuple(stop)
 
 
 def earlier(one: float | None, other: float | None) -> float | None:
@@ -161,10 +182,11 @@ _OWN = Request.__dataclass_fields__.keys() - {
     "reply_prefix",
     "emitted",
     "continued",
+    "resumed",
     "idle",
     "event_id",
 }
-_KEYWORDS = _OWN | Sampling.__dataclass_fields__.keys() | {"sampling", "stop", "grammar", "schema", "regex"}
+KEYWORDS = _OWN | Sampling.__dataclass_fields__.keys() | {"sampling", "stop", "grammar", "schema", "regex"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +205,7 @@ class KeptPrefix:
     seconds: float | None = None
     """None: without an end."""
     key: str = ""
-    """The next one with the same key takes its place; without one, each beginning has a place of its own."""
+    """The next one with the same key takes its place; without a key, each beginning has a separate place."""
     tokens: tuple[int, ...] = ()
     kept: int = 0
     """How many of `tokens` are kept."""
@@ -204,7 +226,7 @@ class KeptPrefix:
 
     @property
     def id(self) -> str:
-        """What tells it from others, also after a restart."""
+        """Its id, also after a restart."""
         return hashlib.sha256(self.root + self.ids.astype("<i4").tobytes()).hexdigest()
 
     @property
@@ -273,6 +295,8 @@ class TokenLogprob:
     token: int
     logprob: float
     top: tuple[Candidate, ...] = ()
+    text: str = ""
+    """The token's own; that of a part of a character is a replacement mark."""
 
 
 @dataclass(slots=True)
@@ -353,12 +377,34 @@ class Reply:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     """For each prompt token; None for the first, which nothing comes before."""
     error: Exception | None = None
+    schema: Any = None
+    """What its text was held to, where that was asked for as a schema."""
+
+    @property
+    def parsed(self) -> Any:
+        """Its JSON under a `schema`: an object of the class that was given as one, else as Python has it.
+        None for a reply without one."""
+        return read_json(self.schema, self.text, self.finish_reason)
 
     @property
     def perplexity(self) -> float | None:
         """Of the prompt, where its log probabilities were asked for."""
         known = [entry.logprob for entry in self.prompt_logprobs or () if entry is not None]
         return float(np.exp(-np.mean(known))) if known else None
+
+
+def read_json(schema: Any, text: str, finish_reason: str) -> Any:
+    """A reply under a schema, read."""
+    if schema is None:
+        return None
+    if finish_reason != "stop":
+        raise GrammarError(
+            f"this reply ended by {finish_reason} before its JSON was whole: allow more max_tokens"
+        )
+    for name in ("model_validate_json", "validate_json"):
+        if callable(read := getattr(schema, name, None)):
+            return read(text)
+    return json.loads(text)
 
 
 def check_prompt_size(text: str, model: Tokenizer, n_ctx: int) -> None:
@@ -381,7 +427,7 @@ def check_prompt_size(text: str, model: Tokenizer, n_ctx: int) -> None:
 
 # The keywords of a request, typed: an editor completes them, and a type checker finds a misspelt one.
 
-Processor: TypeAlias = Callable[[Sequence[int], StepLogits], NDArray[np.float32]]
+Processor: TypeAlias = Callable[[Sequence[int], "StepLogits"], NDArray[np.float32]]
 """Called with the tokens so far and the live logits; returns the logits to draw from. `logits.trace()` has
 what the layers computed."""
 
@@ -414,7 +460,7 @@ class SamplingKeywords(TypedDict, total=False):
 
 
 class ReplyKeywords(SamplingKeywords, total=False):
-    """How a reply is made, whoever asks for it."""
+    """How a reply is made: the options of every call that makes one."""
 
     max_tokens: int | None
     stop: str | Sequence[str] | None

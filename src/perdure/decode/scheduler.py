@@ -1,4 +1,4 @@
-"""The scheduler: who gets a slot, and what the next steps compute.
+"""The scheduler: which request gets a slot, and what the next steps compute.
 
 Everything here is a function of the groups that it is given, their slots and a budget, but for the turns of
 sets of adapters, which last a time (`AdapterTurns`). It starts no thread and computes nothing.
@@ -11,8 +11,8 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,11 +22,14 @@ from perdure.decode.request import KeptPrefix, ReuseReport
 from perdure.decode.sequence import PendingPrefix, SequenceGroup, SlotAssignment, TokenSequence
 from perdure.engine.adapters import AdapterSet
 from perdure.engine.context import Context
-from perdure.engine.state import Checkpoint
-from perdure.errors import InvalidInputError
+from perdure.errors import CannotRewindError, InvalidInputError
+
+if TYPE_CHECKING:
+    from perdure.engine.state import Checkpoint
+
 
 TIMED = 16
-"""Steps of so many tokens tell how fast prompts are computed; shorter ones are mostly overhead."""
+"""Steps of so many tokens measure the speed of prompts; shorter ones are mostly overhead."""
 LONGEST = 1.0
 """Seconds that a step of a prompt may take while nobody else is served."""
 TILE = 64
@@ -78,6 +81,14 @@ class Chunk:
     def is_prompt(self) -> bool:
         """Whether it reads a prompt, or so much of a reply again that it takes as long."""
         return self.start < self.sequence.prompt_length or self.count > REPLIED
+
+    @property
+    def takes_guesses(self) -> bool:
+        """Whether its reply asks for guesses, and has some use for them now: a step that failed is computed
+        again without."""
+        sequence = self.sequence
+        asks = sequence.request.speculate != 0 and sequence.cached >= sequence.alone_until
+        return asks and not self.is_prompt
 
     def next_row(self) -> int | None:
         """Of the rows behind its last token and each guess, the one that the sequence draws from next; None
@@ -164,7 +175,7 @@ class Slots:
 
 
 def admit(waiting: Iterable[SequenceGroup], slots: Slots) -> Iterator[SequenceGroup]:
-    """Give free slots to those who wait, by rank; first come first served among those of one rank.
+    """Give free slots to waiting groups, by rank; first come first served among those of one rank.
 
     Yields each group that was dealt with: it has a slot now, or an error ended it.
     """
@@ -194,13 +205,38 @@ def admit(waiting: Iterable[SequenceGroup], slots: Slots) -> Iterator[SequenceGr
         if isinstance(slot, PendingPrefix):
             group.pending_prefix = slot
             continue
-        group.start(slot)
+        try:
+            group.start(_outside_media(first, slot, slots.context))
+        except Exception as error:
+            slots.release(slot.seq)
+            group.fail(error)
         yield group
 
 
+def _outside_media(sequence: TokenSequence, slot: SlotAssignment, context: Context) -> SlotAssignment:
+    """A slot whose state does not end inside an image: it is cut back to where that begins."""
+    cached = slot.cached
+    start = next((start for start, end in sequence.media if start < cached < end), cached)
+    if start == cached:
+        return slot
+    try:
+        context.truncate(start, slot.seq)
+    except CannotRewindError:
+        context.clear(slot.seq)
+        start = 0
+    computed = slot.report.computed + cached - start
+    tiers = dict(slot.report.tiers)
+    for tier in reversed(tiers):
+        dropped = min(tiers[tier], cached - start)
+        tiers[tier] -= dropped
+        cached -= dropped
+    report = replace(slot.report, tiers=tiers, computed=computed)
+    return replace(slot, cached=start, report=report)
+
+
 def to_give_way(waiting: Iterable[SequenceGroup], active: Sequence[SequenceGroup]) -> SequenceGroup | None:
-    """The one that gives its slot to somebody who waits and goes first: of the highest rank, and of those the
-    one that came last."""
+    """The active group that gives its slot to a waiting one of a lower rank: that of the highest rank, and of
+    those the one that came last."""
     first = min((group.rank for group in waiting if group.pending_prefix is None), default=None)
     if first is None:
         return None
@@ -208,8 +244,8 @@ def to_give_way(waiting: Iterable[SequenceGroup], active: Sequence[SequenceGroup
     return max(later, key=_rank_and_age, default=None)
 
 
-def lift(waiting: Iterable[SequenceGroup], active: Sequence[SequenceGroup]) -> None:
-    """Have those whose prefix somebody waits for go as early as who waits."""
+def promote(waiting: Iterable[SequenceGroup], active: Sequence[SequenceGroup]) -> None:
+    """Raise the rank of groups that compute a prefix to that of the groups that wait for it."""
     for group in waiting:
         if (pending := group.pending_prefix) is not None:
             for other in active:
@@ -278,8 +314,10 @@ class AdapterTurns:
 class Scheduler(Protocol):
     """A way to put sequences into steps."""
 
-    def plan(self, groups: Iterable[SequenceGroup], slots: Slots, budget: Budget, *, turn: int) -> list[Step]:
-        """The next steps. Prompts take turns, a chunk each, whoever's `turn` it is first."""
+    def next_steps(
+        self, groups: Iterable[SequenceGroup], slots: Slots, budget: Budget, *, turn: int
+    ) -> list[Step]:
+        """The next steps. Prompts take turns, a chunk each; `turn` says which one is first."""
         ...
 
 
@@ -292,7 +330,9 @@ class BatchScheduler:
     def __init__(self, hold: float = 0.0) -> None:
         self._turns = AdapterTurns(hold)
 
-    def plan(self, groups: Iterable[SequenceGroup], slots: Slots, budget: Budget, *, turn: int) -> list[Step]:
+    def next_steps(
+        self, groups: Iterable[SequenceGroup], slots: Slots, budget: Budget, *, turn: int
+    ) -> list[Step]:
         step, prefills, suspects = _ready(groups)
         if slots.context.mixed:
             step, prefills = self._of_one_set(step, prefills, slots.context)
@@ -340,9 +380,12 @@ class BatchScheduler:
 class ExactScheduler:
     """Every step is of one sequence and cut at fixed places, so that a reply has the bits it has alone."""
 
-    def plan(self, groups: Iterable[SequenceGroup], slots: Slots, budget: Budget, *, turn: int) -> list[Step]:
-        # Nobody is a suspect: no step has more than one sequence.
-        chunks, prefills, _ = _ready(groups)
+    def next_steps(
+        self, groups: Iterable[SequenceGroup], slots: Slots, budget: Budget, *, turn: int
+    ) -> list[Step]:
+        # No step has more than one sequence: what is computed by itself elsewhere is a prompt here.
+        chunks, prefills, suspects = _ready(groups)
+        prefills += suspects
         context = slots.context
         for chunk in chunks:
             # Also those that a grammar forced: alone each has the bits that it has where nothing is forced.
@@ -350,6 +393,8 @@ class ExactScheduler:
         for group, sequence in _in_turn(_first_rank(prefills), turn)[:1]:
             assert sequence.seq is not None
             count = context.same_adapters(sequence.seq, sequence.cached, self._count(sequence, budget))
+            if sequence.media:
+                count = sequence.step_within_media(count, context.n_batch)
             chunks.append(Chunk(group, sequence, sequence.cached, count))
         if context.mixed:
             # Those of one set one after the other; the order of steps changes no reply.
@@ -359,11 +404,12 @@ class ExactScheduler:
         return [[chunk] for chunk in chunks]
 
     def _count(self, sequence: TokenSequence, budget: Budget) -> int:
-        """Prompts are cut at multiples of the chunk, replies at every token, whoever else is there."""
-        if sequence.cached >= sequence.prompt_length:
+        """Prompts are cut at multiples of the chunk, replies at every token, with any other requests."""
+        length = sequence.prompt_length - sequence.request.resumed
+        if sequence.cached >= length:
             return 1
         size = min(budget.chunk, budget.rows) if sequence.scoring else budget.chunk
-        end = min((sequence.cached // size + 1) * size, sequence.prompt_length)
+        end = min((sequence.cached // size + 1) * size, length)
         return end - sequence.cached
 
 
@@ -425,6 +471,8 @@ def _prompt_chunk(
     assert sequence.seq is not None
     count = min(sequence.remaining, tokens, rows if sequence.scoring else tokens)
     count = slots.chunk(sequence.seq, sequence.cached, count, sequence.checkpoint_at)
+    if sequence.media:
+        count = sequence.step_within_media(count, slots.context.n_batch)
     return Chunk(group, sequence, sequence.cached, count)
 
 

@@ -8,9 +8,9 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,6 @@ from perdure.decode.request import (
     TokenLogprob,
     Usage,
 )
-from perdure.decode.sampling.grammar import Grammars, Matcher
 from perdure.decode.sampling.sampler import CompiledChain, Sampler, Shown
 from perdure.decode.sampling.stage import BreakerTable, Candidates
 from perdure.decode.stops import RepetitionGuard, TextStream
@@ -34,11 +33,14 @@ from perdure.engine.adapters import AdapterSet, AdapterTable
 from perdure.engine.context import Context
 from perdure.engine.contract import Floats, token_array
 from perdure.engine.logits import Candidate, LogitsView, Step
-from perdure.engine.model import Model
+from perdure.engine.model import EngineModel
 from perdure.engine.row_kernels import NothingToDraw
-from perdure.engine.state import Checkpoint
-from perdure.engine.trace import StepLogits, Trace
 from perdure.errors import ContextOverflow, GrammarError, InvalidInputError
+
+if TYPE_CHECKING:
+    from perdure.decode.sampling.grammar import Grammars, Matcher
+    from perdure.engine.inspection import StepLogits, Trace
+    from perdure.engine.state import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class SlotAssignment:
 @dataclass(frozen=True, slots=True)
 class PendingPrefix:
     """There is room, but another request is about to compute what this one needs: the first `length` tokens
-    of slot `seq`. `since` tells that request from the next one in the same slot."""
+    of slot `seq`. `since` distinguishes that request from the next one in the same slot."""
 
     seq: int
     length: int
@@ -97,6 +99,7 @@ class TokenSequence:
         matcher: Matcher | None,
         limit: int,
         push: Callable[[Sequence[Delta]], bool],
+        media: Sequence[tuple[int, int]] = (),
     ) -> None:
         self.request = request
         self.adapters = adapters
@@ -105,13 +108,16 @@ class TokenSequence:
         self.tokens = array("i", request.prompt)
         self.prompt_length = len(self.tokens)
         self.checkpoint_at = frozenset({self.prompt_length - 1, *request.checkpoint_at})
-        """Lengths that somebody may come back to."""
+        """Lengths that a later request may return to."""
         if adapters is not None and adapters.before is not None:
             # What the next prompt shares of the state may end there.
             self.checkpoint_at |= {int(adapters.start)}
         self.cached = 0
-        self.alone_until = 0
-        """Up to here it gets steps of its own: a step of several failed in these tokens."""
+        self.media = media
+        """Where images stand in the prompt: the first token of each, and the one behind its last."""
+        self.alone_until = media[-1][1] if media else 0
+        """Up to here it is computed in separate steps: it has images in these tokens, or a step of several
+        sequences failed in them."""
         self.report = ReuseReport(computed=len(self.tokens), why="not started")
         self.seq: int | None = None
         self.finish_reason: FinishReason | None = None
@@ -126,9 +132,9 @@ class TokenSequence:
         self.sampler = sampler
         self._matcher = matcher
         self._longest = self.prompt_length + limit
-        # Whoever wants no end at the model's own wants none here either.
+        # A request that ignores the model's end tokens has no repetition guard either.
         self._guard = RepetitionGuard(0 if request.ignore_eos else request.loop_guard, request.reply_prefix)
-        self._look_at = min(self._longest, self.prompt_length + self._guard.due)
+        self._check_at = min(self._longest, self.prompt_length + self._guard.due)
         """How many tokens there are when it is next asked whether the reply ends here."""
         self._push = push
         self._text = self._text_behind(request.reply_prefix[request.emitted :])
@@ -153,9 +159,9 @@ class TokenSequence:
         self.forced = 0
         """Tokens that were written without a draw."""
         self.watched = False
-        """Whether somebody is told of what it draws."""
+        """Whether a listener gets events of the tokens that it draws."""
         self.allowed: list[int] = []
-        """How many tokens the grammar let it draw, of draws that were not told yet, while it is watched."""
+        """How many tokens the grammar let it draw, of draws without an event yet, while it is watched."""
         self.drafted = 0
         """Tokens that were guessed for it, and of them those that were then drawn."""
         self.accepted = 0
@@ -187,6 +193,12 @@ class TokenSequence:
             return [self.tokens[self.cached]]
         return np.array(self.tokens[self.cached : self.cached + count], np.int32)
 
+    def step_within_media(self, count: int, most: int) -> int:
+        """How many of its next `count` tokens a step takes where an image has a step of its own."""
+        from perdure.engine.media import step_within
+
+        return step_within(self.media, self.cached, count, most)
+
     def score(self, context: Context, count: int) -> None:
         """Take the log probabilities of prompt tokens from the rows of a step that fed `count`."""
         top = self.request.prompt_logprobs
@@ -196,7 +208,9 @@ class TokenSequence:
             if at >= self.prompt_length or at <= len(self._prompt_logprobs):
                 continue
             view = context.logits(row, self.seq)
-            self._prompt_logprobs.append(_logprob(view, self.tokens[at], top))
+            best = view.top(min(top, view.size)) if top else ()
+            token = self.tokens[at]
+            self._prompt_logprobs.append(self._shown(token, float(view.logprobs([token])[0]), best))
         self.scoring = len(self._prompt_logprobs) < self.prompt_length - 1
 
     @property
@@ -252,15 +266,23 @@ class TokenSequence:
         decide about the end, is for `deliver`: the next step need not wait for it."""
         new: tuple[TokenLogprob, ...] = ()
         if shown is not None:
-            new = (TokenLogprob(token, shown.logprob, shown.best),)
+            new = (self._shown(token, shown.logprob, shown.best),)
         elif (view := self._view) is not None:
-            new = (TokenLogprob(token, float(view[token]) - view.log_norm(), self._best),)
+            new = (self._shown(token, float(view[token]) - view.log_norm(), self._best),)
             self._view = None
         if self.first_token is None:
             self.first_token = time.monotonic()
         self._append(token, new)
         if self._forces and not self.watched:
             self._append_forced()
+
+    def _shown(self, token: int, logprob: float, best: Sequence[Candidate]) -> TokenLogprob:
+        def text(token: int) -> str:
+            return self._piece(token, special=True).decode("utf-8", "replace")
+
+        return TokenLogprob(
+            token, logprob, tuple(each._replace(text=text(each.token)) for each in best), text(token)
+        )
 
     def _append_forced(self) -> None:
         """Go on with the tokens that a grammar leaves no choice about. A draw could give nothing else: they
@@ -288,7 +310,7 @@ class TokenSequence:
             return
         self.tokens.append(token)
         self._logprobs.extend(new)
-        if self._text_decides or len(self.tokens) >= self._look_at:
+        if self._text_decides or len(self.tokens) >= self._check_at:
             self.deliver()
             self._decide(token, new)
         else:
@@ -301,10 +323,10 @@ class TokenSequence:
             self.finish("stop", text, (token,), new)
         elif len(self.tokens) >= self._longest:
             self.finish("length", text, (token,), new)
-        elif len(self.tokens) >= self._look_at and self._guard.repeats(self.tokens[self.prompt_length :]):
+        elif len(self.tokens) >= self._check_at and self._guard.repeats(self.tokens[self.prompt_length :]):
             self.finish("repetition", text, (token,), new)
         else:
-            self._look_at = min(self._longest, self.prompt_length + self._guard.due)
+            self._check_at = min(self._longest, self.prompt_length + self._guard.due)
             self._push([Delta(text, (token,), new, self.index)])
 
     def deliver(self) -> None:
@@ -314,15 +336,20 @@ class TokenSequence:
             self._push([Delta(self._text_of(token), (token,), new, self.index)])
 
     def _text_of(self, token: int) -> str:
-        text = self._text.push(self._piece(token, special=token in self.request.visible_tokens))
+        text = self._push_text(self._text, token)
         self._parts.append(text)
         return text
 
+    def _push_text(self, text: TextStream, token: int) -> str:
+        if token in self.request.visible_tokens:
+            return text.push_mark(self._piece(token, special=True))
+        return text.push(self._piece(token, special=False))
+
     def _text_behind(self, prefix: Sequence[int]) -> TextStream:
-        """The text as it stands behind tokens of an earlier request, which told what was certain."""
+        """The text behind tokens of an earlier request, which emitted what was certain."""
         text = TextStream(self.request.stops)
         for token in prefix:
-            text.push(self._piece(token, special=token in self.request.visible_tokens))
+            self._push_text(text, token)
         # A stop that the earlier request did not stop at is none.
         return text if text.stopped is None else TextStream(self.request.stops)
 
@@ -391,16 +418,13 @@ class TokenSequence:
         )
 
 
-def _logprob(view: LogitsView, token: int, top: int) -> TokenLogprob:
-    best = tuple(view.top(min(top, view.size))) if top else ()
-    return TokenLogprob(token, float(view.logprobs([token])[0]), best)
-
-
 @contextmanager
 def _view_of(
     values: NDArray[np.float32], tracing: Callable[..., Trace], live: Callable[[], Trace]
 ) -> Iterator[StepLogits]:
-    """A view of one call, over memory of its own: what a processor keeps of it pins nobody else."""
+    """A view for one call, over a copy: a view that a processor keeps pins no shared memory."""
+    from perdure.engine.inspection import StepLogits
+
     step = Step(threading.RLock(), values)
     try:
         yield StepLogits(values, step, tracing, live)
@@ -420,7 +444,7 @@ def _processed(values: object, context: Context) -> NDArray[np.float32]:
 
 
 class Rank(IntEnum):
-    """Who goes first: the lower, the earlier."""
+    """Its priority: the lower, the earlier."""
 
     INTERACTIVE = 0
     BACKGROUND = 1
@@ -444,7 +468,7 @@ class SequenceGroup(OutputQueue):
         self.sequences: list[TokenSequence] = []
         self.deadline = deadline
         self.rank = Rank.INTERACTIVE
-        """Who goes first; the lower, the earlier."""
+        """Its priority: the lower, the earlier."""
         self.pending_prefix: PendingPrefix | None = None
         """What it waits for though there is room, if it does."""
         self.checkpoint: Checkpoint | None = None
@@ -488,7 +512,7 @@ class SequenceGroup(OutputQueue):
         """Whether it can go back to where it waits. Samples that share a prompt hold several slots."""
         return len(self.sequences) == 1
 
-    def give_way(self) -> int:
+    def preempt(self) -> int:
         """Go back to where it waits, with what it has written: the slot that it had."""
         [sequence] = self.sequences
         assert sequence.seq is not None
@@ -520,17 +544,22 @@ class SequenceGroup(OutputQueue):
 def make_group(
     request: Request,
     *,
-    model: Model,
+    model: EngineModel,
     piece: Callable[..., bytes],
     context: Context,
-    grammars: Grammars,
+    grammars: Callable[[], Grammars],
     breakers: BreakerTable,
     adapters: AdapterTable,
     deadline: float | None,
     canceller: Canceller | None = None,
 ) -> SequenceGroup:
     """The sequences of a request. Whatever is wrong with it is raised here, before any work."""
-    ids = token_array(request.prompt, context.n_vocab, what="a prompt")
+    ids = token_array(request.prompt, context.n_vocab, what="a prompt", media=context.media is not None)
+    media: Sequence[tuple[int, int]] = ()
+    if context.media is not None and ids.min() < 0:
+        media = _media_in(ids, request)
+        ends = [end for _, end in media] if context.memory.needs_checkpoint else []
+        request = replace(request, speculate=0, checkpoint_at=(*request.checkpoint_at, *ends))
     # The last token that is written is never fed, so it needs no room.
     room = context.n_ctx - len(ids) + 1
     new = request.max_tokens or 1
@@ -549,8 +578,17 @@ def make_group(
     if request.adapters is not None or adapters.default is not None:
         chosen = adapters.choose(request.adapters, ids)
     group = SequenceGroup(len(ids), canceller, deadline)
+    matchers: list[Matcher | None] = [None] * request.n
+    if request.grammar is not None:
+        from perdure.decode.sampling.grammar_checker import GrammarLate
+
+        try:
+            matchers = [_matcher(request, grammars(), deadline) for _ in matchers]
+        except GrammarLate:
+            # It ends before anything of it is computed: without its grammar it may say nothing.
+            group.cancelled = True
     group.rank = Rank.IDLE if request.idle else _RANKS[request.priority]
-    for index in range(request.n):
+    for index, matcher in enumerate(matchers):
         sampler = Sampler(sampling.seeded(index), n_ctx=context.n_ctx, breakers=breakers.find)
         sampler.prime(request.prompt)
         group.sequences.append(
@@ -561,18 +599,29 @@ def make_group(
                 ends=model.ends,
                 piece=piece,
                 sampler=sampler,
-                matcher=_matcher(request, grammars),
+                matcher=matcher,
                 limit=request.max_tokens or room,
                 push=group.push,
+                media=media,
             )
         )
     return group
 
 
-def _matcher(request: Request, grammars: Grammars) -> Matcher | None:
-    if request.grammar is None:
-        return None
-    matcher = grammars.matcher(request.grammar)
+def _media_in(ids: NDArray[np.int32], request: Request) -> list[tuple[int, int]]:
+    """Where images stand in a prompt."""
+    if ids[-1] < 0:
+        raise InvalidInputError("a prompt ends with text: put some behind the image")
+    if request.prompt_logprobs is not None:
+        raise InvalidInputError("prompt_logprobs are of tokens, and this prompt has images")
+    from perdure.engine.media import spans
+
+    return spans(ids)
+
+
+def _matcher(request: Request, grammars: Grammars, deadline: float | None) -> Matcher:
+    assert request.grammar is not None
+    matcher = grammars.matcher(request.grammar, request.namespace, deadline)
     for token in request.reply_prefix:
         matcher.consume(token)
     return matcher

@@ -1,6 +1,6 @@
-"""Events of requests: what the engine loop tells whoever subscribed.
+"""Events of requests: what the engine loop reports to subscribers.
 
-Every call here is made only where somebody looks: while nobody does, nothing is computed for it.
+Every call here is made only while there are subscribers: without them, nothing is computed for events.
 """
 
 from __future__ import annotations
@@ -21,18 +21,17 @@ from perdure.engine.context import Context
 from perdure.engine.contract import Floats
 from perdure.engine.row_kernels import Measures
 from perdure.errors import PerdureError
-from perdure.events.event import ChunkRead, Ended, LateEvent, Masked, MemoryPressure, Placed, Queued
 from perdure.events.hub import EventHub, Subscription
 
 ALTERNATIVES = 5
-"""The likeliest tokens that are told beside each."""
+"""The likeliest tokens that are reported beside each."""
 HELD = 8
-"""Steps whose tokens are told together, at most."""
+"""Steps whose tokens are emitted together, at most."""
 _PATIENCE = 0.05
 """Seconds for which tokens are held back, at most."""
 _TIGHT = 16
 """Memory is short where less than this part of it is available."""
-_LOOK = 1.0
+_MEMORY_CHECK = 1.0
 """Seconds between two looks at the machine's memory."""
 _BY_PLACE = operator.itemgetter(2, 3)
 
@@ -43,10 +42,10 @@ many tokens it had before. Made at every token, hence without a name."""
 
 
 class StepEvents:
-    """Tells a hub what happens to requests, in the thread where it happens.
+    """Emits to a hub what happens to requests, in the thread where it happens.
 
-    Tokens are told a few at a time: after a step the processor's caches are cold, and what is done once for
-    several steps costs a fraction of what it costs at each.
+    Tokens of a few steps are emitted together: after a step the processor's caches are cold, and one call for
+    several steps costs a fraction of a call for each.
     """
 
     def __init__(self, hub: EventHub, context: Context, piece: Callable[..., bytes]) -> None:
@@ -54,16 +53,18 @@ class StepEvents:
         self._context = context
         self._piece = piece
         self._texts: dict[int, str] = {}
-        """Of the tokens that were told so far."""
+        """Of the tokens that were emitted so far."""
         self._held: deque[tuple[float, Sequence[Drawing], Measures]] = deque()
-        """Tokens that were drawn and not told yet: when, by whom, and what is known of them."""
+        """Tokens that were drawn and not emitted yet: when, for which sequences, and their measures."""
         self._telling = threading.Lock()
-        """Held while they are told, or become more: whoever tells of something later waits for that."""
-        self._looked = 0.0
+        """Held while they are emitted, or added to: a thread with a later event waits for that."""
+        self._checked_at = 0.0
         hub.release = self._release
 
     def queued(self, group: SequenceGroup, request: Request) -> None:
-        """A request was taken, while the hub is on or with somebody who observes it."""
+        """A request was taken, while the hub is on or the request has an observer."""
+        from perdure.events.event import Queued
+
         hub = self.hub
         if request.observe is not None:
             if isinstance(request.observe, Subscription):
@@ -74,6 +75,8 @@ class StepEvents:
             hub.emit(Queued, group.event_id, len(request.prompt), request.n, request.namespace)
 
     def placed(self, group: SequenceGroup) -> None:
+        from perdure.events.event import MemoryPressure, Placed
+
         first = group.sequences[0]
         if first.seq is None or not self.hub.watches(group.event_id):
             return
@@ -81,14 +84,16 @@ class StepEvents:
         self.hub.emit(
             Placed, group.event_id, first.seq, dict(report.tiers), report.computed, report.why, waited
         )
-        if (now := time.monotonic()) >= self._looked + _LOOK:
-            self._looked = now
+        if (now := time.monotonic()) >= self._checked_at + _MEMORY_CHECK:
+            self._checked_at = now
             available, total = system.available_memory(), system.physical_memory()
             if available is not None and total and available < total // _TIGHT:
                 self.hub.emit(MemoryPressure, "", available, total)
 
     def read(self, group: SequenceGroup, sequence: TokenSequence, count: int, seconds: float) -> None:
         """A step has computed `count` tokens of a prompt."""
+        from perdure.events.event import ChunkRead
+
         if self.hub.watches(group.event_id):
             fields = (count, sequence.cached, sequence.prompt_length, seconds)
             self.hub.emit(ChunkRead, group.event_id, *fields)
@@ -128,7 +133,7 @@ class StepEvents:
         try:
             measures = self._context.read_rows(partial(measures_of, tokens), places)
         except PerdureError:
-            # What cannot be told is not told; the reply goes on.
+            # An event that fails is dropped; the reply goes on.
             return
         for at, (id_, index, position) in enumerate(drawn_tokens):
             self._tell(now, id_, measures, at, index, position)
@@ -141,27 +146,31 @@ class StepEvents:
                 if len(drawings) > 1:
                     drawings = sorted(drawings, key=_BY_PLACE)
                 for at, (group, sequence, _, _, before) in enumerate(drawings):
-                    # Who failed has not taken what was drawn.
+                    # A sequence that failed has not taken the token that was drawn.
                     if len(sequence.tokens) > before or sequence.end is not None:
                         self._tell(now, group.event_id, measures, at, sequence.index, before)
 
     def _tell(self, now: float, request: str, measures: Measures, at: int, index: int, position: int) -> None:
+        from perdure.events.event import LateEvent
+
         texts = self._texts
         for token in measures.tokens_of(at):
             if token not in texts:
-                # Not by who reads of it, who may do so when the model is closed.
+                # Not by the reader of the event, which may come after the model was closed.
                 texts[token] = self._piece(token, special=True).decode("utf-8", "replace")
         fields = partial(self._fields, measures, at, index, position)
         self.hub.hand_on(LateEvent("TokenDrawn", now, request, fields))
 
     def _masked(self, group: SequenceGroup, sequence: TokenSequence, before: int, drawn: int) -> None:
+        from perdure.events.event import Masked
+
         for at, allowed in enumerate(sequence.allowed[:drawn]):
             fields = (sequence.index, before + at, allowed, self._context.n_vocab)
             self.hub.emit(Masked, group.event_id, *fields)
         sequence.allowed.clear()
 
     def _fields(self, measures: Measures, at: int, index: int, position: int) -> tuple[Any, ...]:
-        """Those of a token that was drawn. Called by whoever reads of it, in any thread."""
+        """The fields of the event of a drawn token. Called by the thread that reads the event."""
         token, logprob, entropy, rank, ids, shares = measures[at]
         texts = self._texts
         best = tuple([(each, texts[each], share) for each, share in zip(ids, shares, strict=True)])
@@ -170,6 +179,8 @@ class StepEvents:
         return index, position, token, texts[token], chance, entropy, -logprob, rank, best
 
     def ended(self, group: SequenceGroup) -> None:
+        from perdure.events.event import Ended
+
         if not self.hub.watches(group.event_id):
             return
         count = len(group.sequences)
@@ -194,7 +205,7 @@ class StepEvents:
 
 
 def measures_of(tokens: Sequence[int], rows: Floats) -> Measures:
-    """What is told of the tokens that were drawn from rows."""
+    """The measures of the tokens that were drawn from rows."""
     measures = Measures(rows, ALTERNATIVES)
     measures.drawn(rows, tokens)
     return measures

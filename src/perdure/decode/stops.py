@@ -40,6 +40,19 @@ class TextStream:
         text = piece.decode("ascii") if whole else self._decoder.decode(piece)
         return self._release(text) if self._stops else text
 
+    def push_mark(self, piece: bytes) -> str:
+        """The same for a control token that is shown: its mark is no text, so a stop can be all of it, and
+        not a part."""
+        before = self.finish()
+        if self.stopped is not None:
+            return before
+        self._matched = [0] * len(self._stops)
+        mark = piece.decode("utf-8", "replace")
+        if mark in self._stops:
+            self.stopped = mark
+            return before
+        return before + mark
+
     def finish(self) -> str:
         """What was held back, once nothing more will come."""
         text = self._release(self._decoder.decode(b"", final=True))
@@ -112,7 +125,8 @@ class RepetitionGuard:
         """`prefix` are tokens of the reply that an earlier request wrote. A window of 0 sees nothing."""
         self._window = window
         self._prefix = array("i", prefix[-window:] if window else ())
-        self.due = max(1, window - len(self._prefix)) if window else _NEVER
+        later = -(len(prefix) + 1 - window) % _EVERY if len(prefix) >= window else window - len(prefix) - 1
+        self.due = later + 1 if window else _NEVER
         """How many tokens of this request there are at the next look."""
 
     def repeats(self, written: array[int]) -> bool:

@@ -1,6 +1,6 @@
 """A reply being made: the stream that its caller holds, over the output queue that the engine fills.
 
-    request ──submit──▶ OutputQueue ◀──push── engine thread, or whoever reads what the worker says
+    request ──submit──▶ OutputQueue ◀──push── engine thread, or the reader of the worker's messages
                             │
           plan ──▶ Stream ◀─┘   iterate it, await it, ask it for the reply, cancel it
 
@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
 
@@ -61,12 +62,13 @@ class DeltaReader(Protocol[Shown]):
 
 StreamPlan: TypeAlias = Generator[tuple[Request, DeltaReader[D] | None], list[Reply], list[R]]
 """Yields requests with their readers, receives their replies or is thrown their error, and returns what the
-caller gets. A reader of None shows the deltas as they are."""
+caller gets. A reader of None passes deltas unchanged."""
 
 
-def one_request(request: Request) -> StreamPlan[Delta, Reply]:
+def one_request(request: Request, schema: Any = None) -> StreamPlan[Delta, Reply]:
     """The plan of a request by itself."""
-    return (yield request, None)
+    replies = yield request, None
+    return replies if schema is None else [replace(reply, schema=schema) for reply in replies]
 
 
 class Stream(Generic[D, R]):
@@ -74,8 +76,8 @@ class Stream(Generic[D, R]):
 
     Dropping it cancels what is left of it. An error is raised where the reply is asked for, or at the end of
     the iteration. It is the same in process and across a worker, for a prompt, a chat and a session's turn:
-    what differs is its plan. What a plan does with a reply is done once, in the thread of whoever asks for
-    the reply or reads the stream to its end; never in an event loop if it may wait.
+    what differs is its plan. What a plan does with a reply is done once, in the thread that asks for the
+    reply or reads the stream to its end; never in an event loop if it may wait.
     """
 
     def __init__(
@@ -98,6 +100,8 @@ class Stream(Generic[D, R]):
         self.first_prompt: Sequence[int] = ()
         """The tokens of its first request: with its settings and a seed, all that comes follows from them."""
         self.cancelled = False
+        self.interrupted = ""
+        """Why it was cancelled, where its caller did not ask for that."""
         self.stopped = False
         """Whether its reader had it end, and wants what there is."""
         self.output = OutputQueue()
@@ -125,7 +129,7 @@ class Stream(Generic[D, R]):
     @property
     def usage(self) -> Usage:
         """What was read and written for it so far, in all its requests."""
-        # How far a prompt is read is told from time to time; once something is written, all of it was.
+        # The progress of a prompt comes from time to time; once a token is written, the prompt was read.
         written = self.written
         answering = written > self._written_at_prompt
         read = self.prompt_tokens if answering else min(self.prompt_read, self.prompt_tokens)
@@ -138,8 +142,15 @@ class Stream(Generic[D, R]):
             output = self.output
         output.cancel()
 
+    def interrupt(self, why: str = "interrupted") -> None:
+        """Cancel it though its caller did not ask for that: a turn of a session can be resumed then."""
+        with self._changing:
+            if self.interrupted or not self.cancelled:
+                self.interrupted = self.output.interrupted = why
+        self.cancel()
+
     def stop(self) -> None:
-        """Cancel it because no more is wanted: for whoever reads it, that is an end like any other."""
+        """Cancel it because no more is wanted: its readers see an ordinary end."""
         self.stopped = True
         self.cancel()
 
@@ -281,7 +292,7 @@ class Stream(Generic[D, R]):
         try:
             yield
         except asyncio.CancelledError:
-            self.cancel()
+            self.interrupt("its task was cancelled")
             raise
 
     # From one request to the next, and to the end.
@@ -297,12 +308,12 @@ class Stream(Generic[D, R]):
         with self._changing:
             self._written_before += self.output.written
             if self._reader is None or reader is not self._reader:
-                # Who goes on with the same reader goes on from the prompt before.
+                # A request with the same reader continues the prompt before it.
                 self._prompt_before += self.prompt_tokens
                 self.prompt_tokens = len(request.prompt)
                 self._written_at_prompt = self._written_before
             self.output, self._reader = output, reader
-            cancelled = self.cancelled
+            output.interrupted, cancelled = self.interrupted, self.cancelled
         if cancelled:
             # It came between the two requests and was meant for both.
             output.cancel()
@@ -331,7 +342,7 @@ class Stream(Generic[D, R]):
             return True
 
     def _read_rest(self, output: OutputQueue) -> None:
-        """Whoever asked for the reply alone has read nothing yet."""
+        """Pass what is left to the reply reader: a caller that wants only the reply has read nothing."""
         reader = self._reader
         if reader is not None and not reader.spent:
             for delta in output.pop_all():
@@ -354,7 +365,10 @@ class Stream(Generic[D, R]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Cancel what is left of it."""
-        self.cancel()
+        if error is None:
+            self.cancel()
+        else:
+            self.interrupt(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
 
     def __del__(self) -> None:
         # Takes no lock: the garbage collector may call this anywhere.

@@ -45,7 +45,7 @@ class AdapterSet:
     """The token from which on an activated adapter is used."""
     before: AdapterSet | None = None
     key: str = field(init=False)
-    """What tells it from every other set."""
+    """The identity of the set."""
     _after: AdapterSet | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -106,7 +106,7 @@ class AdapterSet:
 
 
 PLAIN = AdapterSet()
-"""The model as it is."""
+"""The model without adapters."""
 
 
 def check_scale(adapter: object, scale: object) -> None:
@@ -150,7 +150,7 @@ def parse_scaled(text: str) -> tuple[str, float]:
 
 
 def _version(source: str) -> object:
-    """What tells a file from what it was before; an engine may have adapters that are no files."""
+    """The identity of a file's content; an engine may have adapters that are no files."""
     path = Path(source)
     try:
         return path.resolve(), *file_version(path)
@@ -173,7 +173,7 @@ class AdapterTable:
         default: Scales | None = None,
     ) -> None:
         """`load` makes an adapter of a file, and takes its `layers`; an engine may have none. `names` are
-        files by name, `default` is for who names none. Callers may name files too."""
+        files by name, `default` is for requests that name none. Callers may name files too."""
         self._load = load
         self._names = dict(names or {})
         for name in self._names:
@@ -183,7 +183,7 @@ class AdapterTable:
                     f"{name!r}"
                 )
         self.default = None if default is None else dict(default)
-        """For who names none; None: what the context has."""
+        """For requests that name none; None: what the context has."""
         self._loaded: dict[tuple[object, tuple[int, int] | None], Adapter] = {}
         self._lock = threading.Lock()
         self.resolve(self.default or {})
@@ -202,7 +202,7 @@ class AdapterTable:
     def choose(
         self, scales: Scales | None, tokens: Sequence[int] | NDArray[np.integer] = ()
     ) -> AdapterSet | None:
-        """The set for a prompt of `tokens` of who names `scales`, or nothing. None: what the context has."""
+        """The set for a prompt of `tokens` and a request's `scales`, if any. None: what the context has."""
         scales = self.default if scales is None else scales
         return None if scales is None else self.resolve(scales, tokens)
 
@@ -224,7 +224,7 @@ class AdapterTable:
 
     def files(self, scales: Scales | None) -> dict[str, float]:
         """The files, with their scales, of adapters that `scales` name; without any, of the default. Only
-        names are looked up: `scales` may be somebody's text."""
+        names are looked up: `scales` may be a client's text."""
         if scales is None:
             return dict(self.default or {})
         by_file = {}

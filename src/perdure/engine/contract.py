@@ -6,12 +6,15 @@ import enum
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias, TypedDict, runtime_checkable
+from pathlib import Path
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perdure.checks import is_integer
+from perdure.engine_config.keywords import ContextKeywords as ContextKeywords
+from perdure.engine_config.keywords import LoadingKeywords as LoadingKeywords
 from perdure.errors import InvalidInputError, TokenError
 from perdure.memory import MemorySpec
 
@@ -37,7 +40,7 @@ class Capabilities:
     threads: int = 1
     """Among how many threads a step is divided: another number sums in another order, in the last bits."""
     asynchronous: bool = False
-    """A step may return before it is computed, as on a GPU: whoever reads a row waits for it."""
+    """A step may return before it is computed, as on a GPU: reading a row waits for it."""
     guesses: bool = False
     """The model has layers here that guess the next tokens."""
 
@@ -57,7 +60,7 @@ class Adapter(Protocol):
 
     @property
     def digest(self) -> str:
-        """What tells it from every other one: a digest of its content, and what else changes its effect."""
+        """Its identity: a digest of its content, and of all else that changes its effect."""
         ...
 
     @property
@@ -267,6 +270,10 @@ class Tokenizer(Protocol):
 
     @property
     def digest(self) -> str: ...
+    @property
+    def path(self) -> Path | None:
+        """Its file or folder; None where there is none."""
+        ...
 
     def tokenize(self, text: str, *, special: bool = False, bos: bool = True) -> list[int]: ...
     def detokenize(self, tokens: Iterable[int], *, special: bool = False) -> str: ...
@@ -284,39 +291,6 @@ class Tokenizer(Protocol):
         ...
 
 
-class PlacementKeywords(TypedDict, total=False):
-    """Where a model is loaded to."""
-
-    gpu_layers: int | Literal["auto"]
-    devices: Sequence[str] | None
-    tensor_split: Sequence[float] | None
-    kv_offload: bool
-    cpu_experts: int | Literal["all", "auto"]
-
-
-class LoadingKeywords(PlacementKeywords, total=False):
-    """What else is said when a model is loaded."""
-
-    mtp: bool
-
-
-class ContextKeywords(TypedDict, total=False):
-    """What `Model.context` takes besides how many sequences of how many tokens it has."""
-
-    threads: int | None
-    n_batch: int
-    shared: bool
-    k_type: str
-    v_type: str
-    flash: bool
-    swa_full: bool
-    rope_freq_base: float
-    rope_freq_scale: float
-    mtp: bool
-    trace: str | Sequence[str]
-    trace_layers: Sequence[int]
-
-
 def check_token(token: object, n_vocab: int) -> int:
     """`token`, if it is an id of a vocabulary of `n_vocab`."""
     if not is_integer(token):
@@ -326,9 +300,11 @@ def check_token(token: object, n_vocab: int) -> int:
     return int(token)
 
 
-def token_array(tokens: object, n_vocab: int, *, what: str = "a list of tokens") -> NDArray[np.int32]:
+def token_array(
+    tokens: object, n_vocab: int, *, what: str = "a list of tokens", media: bool = False
+) -> NDArray[np.int32]:
     """`tokens` as an array of their own, if they are a flat list of at least one id; `what` they are is said
-    where they are not."""
+    where they are not. With `media`, ids below zero may be among them (`engine.media`)."""
     try:
         ids = np.asarray(tokens)
     except (ValueError, TypeError, OverflowError) as error:
@@ -338,7 +314,7 @@ def token_array(tokens: object, n_vocab: int, *, what: str = "a list of tokens")
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise TokenError(f"{what} is a flat list of token ids, which are integers; got {ids.dtype}")
     low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= n_vocab:
+    if high >= n_vocab or (low < 0 and not (media and low >= -(1 << 31))):
         raise TokenError(f"{what}: token ids run from 0 to {n_vocab - 1}, got {low if low < 0 else high}")
     return ids.astype(np.int32)
 

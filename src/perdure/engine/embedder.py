@@ -1,7 +1,7 @@
 """Texts as vectors: the hidden states of a text's tokens, pooled into one.
 
 The rules are written once, here, over any `Core` that gives hidden states. A text is read from its first
-token in chunks of one size, so that whoever reads it can do other work between two of them.
+token in chunks of one size, so that the engine thread can do other work between two of them.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Embedder(Closing):
         if self._core.newest(0) != -1:
             self._core.clear()
             if self._core.newest(0) != -1:
-                raise EngineError("the engine did not let go of an earlier text")
+                raise EngineError("the engine did not release an earlier text")
 
     def _check_tokens(self, tokens: Tokens, what: str) -> NDArray[np.int32]:
         return token_array(tokens, self._core.n_vocab, what=what)

@@ -31,6 +31,8 @@ class Candidate(NamedTuple):
     token: int
     logit: float
     logprob: float
+    text: str = ""
+    """In a reply: the token's own, where half a character is a question mark."""
 
 
 def log_norm(row: Floats) -> float:
@@ -154,7 +156,7 @@ class LogitsView(NDArrayOperatorsMixin):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         if copy is False:
-            raise ValueError("logits cannot be had without a copy; use view.borrow()")
+            raise ValueError("logits cannot be read without a copy; use view.borrow()")
         return self._read(lambda row: np.array(row, dtype=dtype, copy=True))
 
     def __reduce__(self) -> Any:
@@ -162,7 +164,7 @@ class LogitsView(NDArrayOperatorsMixin):
         return self.copy().__reduce__()
 
     def copy(self) -> Floats:
-        """The row in an array of its own."""
+        """The row as a new array."""
         return self._read(lambda row: row.copy())
 
     def tolist(self) -> list[float]:
@@ -232,7 +234,7 @@ class LogitsView(NDArrayOperatorsMixin):
         return self._read(lambda row: row[ids].astype(np.float64) - self._log_norm(row))
 
     def log_softmax(self) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """The natural log probabilities of all tokens, in an array of its own."""
+        """The natural log probabilities of all tokens, as a new array."""
         return self._read(lambda row: row.astype(np.float64) - self._log_norm(row))
 
     def log_norm(self) -> float:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Protocol, Unpack
+from typing import TYPE_CHECKING, Protocol
 
 from perdure.closing import Closing
 from perdure.engine.context import Context
-from perdure.engine.contract import Adapter, ContextKeywords, Tokenizer
-from perdure.engine.embedder import Embedder
+from perdure.engine.contract import Adapter, Tokenizer
+from perdure.engine_config import ContextConfig
+
+if TYPE_CHECKING:
+    from perdure.engine.embedder import Embedder
 
 
-class Model(Tokenizer, Protocol):
+class EngineModel(Tokenizer, Protocol):
     """Weights and a vocabulary. It outlives its contexts, whatever the order of deletion."""
 
     @property
     def context(self) -> Callable[..., Context]:
-        """Opens a context; takes `n_ctx` and `n_seq`, and what else the engine knows."""
+        """Opens a context; takes `n_ctx`, `n_seq` and those options of `ContextConfig` that the engine has.
+        One that was not chosen is not given; one that the engine does not have is refused."""
         ...
 
     @property
@@ -24,18 +28,31 @@ class Model(Tokenizer, Protocol):
         """Opens a context for embeddings; takes `n_ctx` and `threads`, and what else the engine knows."""
         ...
 
+    @property
+    def gpu_layers(self) -> int:
+        """How many layers are on a device with separate memory."""
+        ...
+
+    @property
+    def experts_on_gpu(self) -> bool:
+        """Whether some of its experts are there too."""
+        ...
+
+    @property
+    def traces(self) -> bool:
+        """Whether its engine can trace what layers compute."""
+        ...
+
     def adapter(self, path: str, *, layers: tuple[int, int] | None = None) -> Adapter:
         """A LoRA or a control vector for this model. A file that does not fit is refused."""
         ...
 
-    def spare_sequences(self, n_ctx: int, **context: Unpack[ContextKeywords]) -> int:
+    def spare_sequences(self, n_ctx: int, config: ContextConfig) -> int:
         """How many more sequences of so many tokens the device of the cache has ample room for; 0 where the
         cache is in the machine's own memory."""
         ...
 
-    def fit_context(
-        self, n_ctx: int | None, slots: int | None, **context: Unpack[ContextKeywords]
-    ) -> tuple[int, int]:
+    def fit_context(self, n_ctx: int | None, slots: int | None, config: ContextConfig) -> tuple[int, int]:
         """Tokens of a request and requests at once that fit into what is free. None is for it to choose."""
         ...
 
@@ -58,7 +75,19 @@ class FileTokenizer(Protocol):
 
 
 class FileModel(Closing):
-    """A model whose text is read and written by the tokenizer of its file."""
+    """A model whose text is read and written by the tokenizer of its file, in the machine's memory."""
+
+    @property
+    def gpu_layers(self) -> int:
+        return 0
+
+    @property
+    def experts_on_gpu(self) -> bool:
+        return False
+
+    @property
+    def traces(self) -> bool:
+        return False
 
     def _tokenizer(self) -> FileTokenizer:
         """Raises after `close`."""

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure import system
+from perdure.events.background import BackgroundThread
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -63,7 +64,7 @@ def spread(
 
 def assist(work: Callable[[], object], most: int) -> None:
     """Have a few idle threads, at most `most`, call `work` too once they are awake. Nobody waits for them:
-    what is to be done is taken piece by piece by whoever is there."""
+    each thread that is awake takes the next piece of the work."""
     idle = idle_helpers(os.getpid())
     for _ in range(min(most, threads() - 1)):
         try:
@@ -82,7 +83,7 @@ class _Helper:
         self._go = threading.Lock()
         self._go.acquire()
         self._work: Callable[[], object] | None = None
-        threading.Thread(target=self._run, name="perdure-assist", daemon=True).start()
+        BackgroundThread(self._run, name="perdure-assist", restart=True).start()
 
     def start(self, work: Callable[[], object]) -> None:
         self._work = work
@@ -93,10 +94,12 @@ class _Helper:
             self._go.acquire()
             work, self._work = self._work, None
             assert work is not None
-            work()
-            # Nothing of the caller's is held by one that is idle.
-            del work
-            self._idle.append(self)
+            try:
+                work()
+            finally:
+                # Nothing of the caller's is held by one that is idle.
+                del work
+                self._idle.append(self)
 
 
 @functools.lru_cache(maxsize=1)
@@ -107,7 +110,7 @@ def idle_helpers(process: int) -> list[_Helper]:
         try:
             idle.append(_Helper(idle))
         except RuntimeError:
-            # No more threads are to be had. Whoever wants help does it alone.
+            # The system gives no more threads: the caller computes alone.
             break
     return idle
 

@@ -5,51 +5,46 @@ Each engine is one object with the calls of `Engine`. It is named by where it ca
 takes a source:
 
     1. those of `register`, the last one first;
-    2. functions that make a model, as "module:function";
-    3. MLX: folders with safetensors;
-    4. llama.cpp: GGUF files, names of models, addresses;
-    5. those of installed packages (entry points of the group `perdure.engines`).
-
-A source that none of them claims goes to llama.cpp, which says what is wrong with it.
+    2. llama.cpp: GGUF files and the default model;
+    3. those of extensions, such as MLX for folders with safetensors;
+    4. functions that make a model, as "module:function";
+    5. llama.cpp: names of models, addresses, and what nobody else claims: it says what is wrong with it.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
-from perdure.config import N_CTX, SLOTS
+from perdure.engine_config import N_CTX, SLOTS, EngineConfig
 from perdure.errors import InvalidInputError
+from perdure.extension import imported, references
 
 if TYPE_CHECKING:
     # A tenth of a second of every command, of which few open a model.
     from typing import Unpack
 
     from perdure.engine.contract import LoadingKeywords
-    from perdure.engine.model import Model
+    from perdure.engine.model import EngineModel
     from perdure.models.card import Card
-    from perdure.models.download import Progress
-    from perdure.models.fit import Room, Sizes
+    from perdure.models.placement import Sizes
+    from perdure.models.registry import Progress
 
 Source: TypeAlias = "str | os.PathLike[str] | None"
 """What people name a model by: a file, a name, an address; None is the default model."""
-
-GROUP = "perdure.engines"
-"""The entry points of packages that bring an engine."""
-
 
 Bars: TypeAlias = "Callable[[str], AbstractContextManager[Progress | None]]"
 """Makes a progress bar for what has to be fetched, by its name."""
 
 
 Agree: TypeAlias = Callable[[str, int], bool]
-"""Asks whoever is there whether so many bytes may be fetched, and what for."""
+"""Asks the user whether so many bytes may be fetched, and says what for."""
 
 
 def no_bars(what: str) -> AbstractContextManager[Progress | None]:
@@ -85,7 +80,7 @@ class Engine:
         cells: int,
         progress: Callable[[float], bool] | None = None,
         **loading: Unpack[LoadingKeywords],
-    ) -> Model:
+    ) -> EngineModel:
         """Load what `fetch` returned, so that a context of `cells` tokens fits beside it."""
         raise NotImplementedError
 
@@ -97,26 +92,20 @@ class Engine:
         return str(source)
 
     def label(self, source: str) -> str:
-        """What a server calls the model that `fetch` returned, unless it is told otherwise."""
+        """The name under which a server offers the model that `fetch` returned, unless `--name` is given."""
         return source
-
-    def is_assistant(self, source: str) -> bool:
-        """Whether what `fetch` returned reads hidden states of another model, and can only guess for that."""
-        return False
 
     def is_same(self, source: Source, path: str | None, digest: str) -> bool:
         """Whether `source` is the model at `path`, or the one with that digest. It must not fetch."""
         return path is None
 
-    def memory_needed(
-        self, source: Source, room: Room, settings: Mapping[str, Any], loading: Mapping[str, Any]
-    ) -> tuple[int, int]:
-        """Bytes of the machine's memory and of the devices' that a model takes, opened so in `room`; 0 where
-        nothing is known. It must not fetch."""
-        return 0, 0
+    def is_copy(self, source: str, other: str) -> bool:
+        """Whether two sources that `fetch` returned are one model. It may have to read both whole."""
+        return source == other
 
     def sizes(self, source: Source) -> Sizes | None:
-        """A model's sizes, for `perdure fit`; None where the file is a GGUF file, which says them itself."""
+        """A model's sizes, from the headers of its files; None where they are not here, or not known. It must
+        not fetch."""
         return None
 
     def card(self, source: Source, bars: Bars = no_bars) -> tuple[Card, Mapping[str, Any]]:
@@ -168,8 +157,8 @@ class FactoryEngine(Engine):
         cells: int,
         progress: Callable[[float], bool] | None = None,
         **loading: Unpack[LoadingKeywords],
-    ) -> Model:
-        return cast("Model", imported(source, "function that makes a model")())
+    ) -> EngineModel:
+        return cast("EngineModel", imported(source, "function that makes a model")())
 
     def findings(self) -> Iterator[Finding]:
         return iter(())
@@ -178,7 +167,6 @@ class FactoryEngine(Engine):
 FACTORY = FactoryEngine()
 _FACTORY = f"{__name__}:FACTORY"
 _LLAMA = "perdure.engine.llama.engine:ENGINE"
-_MLX = "perdure.engine.mlx.engine:ENGINE"
 _registered: list[str] = []
 
 
@@ -204,10 +192,20 @@ def engines() -> list[str]:
 
 def find(source: Source) -> str:
     """Where the engine that opens `source` can be imported from."""
-    for name in _named():
-        if imported(name).opens(source):
-            return name
-    return _LLAMA
+    if source is None or is_gguf(source):
+        candidates: Iterator[str] = iter((*_registered, _LLAMA))
+    else:
+        candidates = _named()
+    return next((name for name in candidates if imported(name).opens(source)), _LLAMA)
+
+
+def is_gguf(source: str | os.PathLike[str]) -> bool:
+    """Whether a source is a GGUF file on this machine."""
+    try:
+        with open(Path(source).expanduser(), "rb") as file:
+            return file.read(4) == b"GGUF"
+    except (OSError, ValueError, RuntimeError):
+        return False
 
 
 def engine_for(source: Source) -> Engine:
@@ -217,43 +215,23 @@ def engine_for(source: Source) -> Engine:
 
 def names_model(word: str) -> bool:
     """Whether a word can only be meant as a model."""
-    return any(imported(name).opens(word) for name in (*_registered, _MLX, _LLAMA))
+    names = chain(_registered, (_LLAMA,), references("engines"))
+    return any(imported(name).opens(word) for name in names)
 
 
-def open_model(source: Source, loading: LoadingKeywords, *, cells: int) -> Model:
+def open_model(source: Source, loading: LoadingKeywords, *, cells: int) -> EngineModel:
     """A model, loaded so that a context of so many tokens fits beside it on the device."""
     engine = engine_for(source)
     return engine.open(engine.fetch(source), cells=cells, **loading)
 
 
-def cells(n_ctx: object, slots: object, context: Mapping[str, Any]) -> int:
-    """Tokens of a context of so many requests, in f16: with smaller types it takes the room of fewer.
-
-    What is "auto" fills the room that is left, and is usual until then. 0 where something is wrong, which is
-    said when the context is opened.
-    """
-    from perdure.models.fit import CACHE_BITS
-
-    n_ctx, slots = N_CTX if n_ctx == "auto" else n_ctx, SLOTS if slots == "auto" else slots
-    if not isinstance(n_ctx, int) or not isinstance(slots, int):
-        return 0
-    types = [str(context.get(name, "f16")) for name in ("k_type", "v_type")]
-    bits = sum(CACHE_BITS.get(each, 16.0) for each in types)
-    return max(0, int(n_ctx * slots * bits / 32))
-
-
-def imported(name: str, what: str = "engine") -> Any:
-    """What is at "module:attribute"."""
-    module, _, attribute = name.partition(":")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise InvalidInputError(f"{name} names no {what}: {error}") from None
+def cells(config: EngineConfig) -> int:
+    """Tokens of a context that is to be opened, in f16: with smaller types it takes the room of fewer. What
+    is "auto" fills the room that is left, and is usual until then."""
+    n_ctx = config.n_ctx if isinstance(config.n_ctx, int) else N_CTX
+    slots = config.slots if isinstance(config.slots, int) else SLOTS
+    return int(n_ctx * slots * config.kv.bits / 32)
 
 
 def _named() -> Iterator[str]:
-    yield from (*_registered, _FACTORY, _MLX, _LLAMA)
-    # To read what is installed takes longer than to load a small model: only where none of those will do.
-    from importlib.metadata import entry_points
-
-    yield from (entry.value for entry in entry_points(group=GROUP))
+    return chain(_registered, references("engines"), (_FACTORY, _LLAMA))

@@ -1,9 +1,9 @@
-"""Events: what happens while a model answers, told to whoever asked for it.
+"""Events: what happens while a model answers, reported to subscribers.
 
     engine thread ──emit──▶ EventHub ──tuples──▶ Subscription ◀── a thread that calls an observer,
                                                               a loop over `rt.events()`,
                                                               or the next message to another process
 
-Nobody who computes ever waits for an observer: a subscription is a bounded queue, and what it has no room for
+No computation waits for an observer: a subscription is a bounded queue, and what it has no room for
 is counted and dropped. While nobody has subscribed, a hub costs one look at an attribute.
 """

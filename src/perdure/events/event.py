@@ -20,7 +20,7 @@ PlainEvent: TypeAlias = tuple[Any, ...]
 
 
 class LateEvent(NamedTuple):
-    """An event whose other fields are put together when it is read: whoever tells of it does not wait."""
+    """An event whose other fields are made when it is read: the thread that emits it does not wait."""
 
     kind: str
     time: float
@@ -242,7 +242,7 @@ KINDS: dict[str, type[Event]] = {
 """Every kind, by its name."""
 
 Observer: TypeAlias = Callable[[Event], object]
-"""Is called with each event, in a thread of its own."""
+"""Called with each event, in a separate thread."""
 
 
 def event_of(plain: PlainEvent) -> Event:

@@ -1,4 +1,4 @@
-"""The hub that events go through, and the queues of those who asked for them."""
+"""The hub that events go through, and the queues of its subscribers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perdure.checks import check_whole
 from perdure.closing import Closing
 from perdure.errors import InvalidInputError
-from perdure.events.event import KINDS, Event, LateEvent, Observer, PlainEvent, event_of
+from perdure.events.background import BackgroundThread
+
+if TYPE_CHECKING:
+    from perdure.events.event import Event, LateEvent, Observer, PlainEvent
+
 
 log = logging.getLogger("perdure.events")
 
@@ -55,7 +59,7 @@ class Subscription(Closing):
         self.shared = False
         """Whether it has the events of several requests, so that it does not end with one of them."""
 
-    # For whoever tells of events, in any thread.
+    # For callers that emit events, in any thread.
 
     def wants(self, kind: str) -> bool:
         """Whether events of a kind are for it."""
@@ -73,7 +77,7 @@ class Subscription(Closing):
             self._wake.set()
 
     def end(self) -> None:
-        """Nothing more comes: who reads it gets what is there, and then the end."""
+        """Nothing more comes: its reader gets what is there, and then the end."""
         self._over = True
         self._wake.set()
 
@@ -85,6 +89,8 @@ class Subscription(Closing):
 
     def _taken(self) -> Iterator[PlainEvent]:
         """What is there now, one after the other."""
+        from perdure.events.event import LateEvent
+
         events = self._events
         for _ in range(len(events)):
             try:
@@ -96,6 +102,8 @@ class Subscription(Closing):
 
     def poll(self) -> list[Event]:
         """All events that are there, without waiting."""
+        from perdure.events.event import event_of
+
         return [event_of(plain) for plain in self.take()]
 
     @property
@@ -124,6 +132,8 @@ class Subscription(Closing):
         return True
 
     def __iter__(self) -> Iterator[Event]:
+        from perdure.events.event import event_of
+
         while True:
             self.wait()
             count = 0
@@ -145,14 +155,14 @@ class Subscription(Closing):
 
 
 class EventHub:
-    """Hands events on to those who subscribed.
+    """Hands events on to subscribers.
 
     Always holds: `on` is False exactly while nobody has subscribed; a hub never waits, and whatever an
     observer does or raises reaches nobody else. Anyone may subscribe; any thread may emit.
     """
 
     def __init__(self, changed: Callable[[bool], None] = lambda has_listeners: None) -> None:
-        """`changed` is told whether somebody wants all events, whenever that changes."""
+        """`changed` is called with whether a subscriber wants all events, whenever that changes."""
         self._changed = changed
         self._changing = threading.RLock()
         self._all: tuple[Subscription, ...] = ()
@@ -163,11 +173,11 @@ class EventHub:
         self._wanted = False
         self.on = False
         self.wants_tokens = True
-        """Whether those who watch all requests want to know of their tokens, if there are such."""
+        """Whether subscribers of all requests want events of tokens, if there are such subscribers."""
         self.release: Callable[[], None] = _nothing
-        """Tells of what was held back so far. Called before anything else is told, in any thread."""
+        """Emits the events that were held back so far. Called before another event, in any thread."""
 
-    # For those who want events.
+    # For subscribers.
 
     def subscribe(self, kinds: Iterable[str] | None = None, *, limit: int = LIMIT) -> Subscription:
         """All events from now on, or those of some kinds."""
@@ -191,13 +201,13 @@ class EventHub:
     def call(
         self, observer: Observer, kinds: Iterable[str] | None = None, *, limit: int = LIMIT
     ) -> Subscription:
-        """Have `observer` called with each event from now on, in a thread of its own."""
+        """Call `observer` with each event from now on, in a separate thread."""
         subscription = self.subscribe(kinds, limit=limit)
         self._start(subscription, observer)
         return subscription
 
     def observe(self, request: str, observer: Observer) -> None:
-        """Have `observer` called with the events of one request, in a thread of its own."""
+        """Call `observer` with the events of one request, in a separate thread."""
         subscription = Subscription()
         self.forward(request, subscription)
         self._start(subscription, observer, f" of request {request}")
@@ -209,8 +219,8 @@ class EventHub:
             self._update()
 
     def _start(self, subscription: Subscription, observer: Observer, whose: str = "") -> None:
-        thread = threading.Thread(
-            target=_run_observer, args=(subscription, observer, whose), name="perdure-observer", daemon=True
+        thread = BackgroundThread(
+            _run_observer, subscription, observer, whose, name="perdure-observer", restart=True
         )
         with self._changing:
             self._threads = {each for each in self._threads if each.is_alive()} | {thread}
@@ -244,14 +254,14 @@ class EventHub:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, end - time.monotonic()))
 
-    # For whoever tells of events.
+    # For callers that emit events.
 
     def watches(self, request: str) -> bool:
-        """Whether somebody wants the events of a request."""
+        """Whether a subscriber wants the events of a request."""
         return bool(self._all) or request in self._by_request
 
     def wants_tokens_of(self, request: str) -> bool:
-        """Whether somebody wants to know of the tokens of a request."""
+        """Whether a subscriber wants the tokens of a request."""
         return (bool(self._all) and self.wants_tokens) or request in self._by_request
 
     def emit(self, kind: type[Event], request: str, *fields: Any) -> None:
@@ -265,7 +275,7 @@ class EventHub:
             subscription.push(plain)
         request = plain[2]
         if request and (own := self._by_request.get(request)) is not None:
-            # Another process may want all events, and those of its own requests.
+            # Another process may want all events, and those of requests that it sent.
             if own not in self._all:
                 own.push(plain)
             if plain[0] == "Ended" and plain[-1]:
@@ -310,6 +320,8 @@ def _run_observer(subscription: Subscription, observer: Observer, whose: str) ->
 
 
 def _checked_kinds(kinds: Iterable[str]) -> frozenset[str]:
+    from perdure.events.event import KINDS
+
     chosen = frozenset([kinds] if isinstance(kinds, str) else kinds)
     for name in chosen:
         if name not in KINDS:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
-import hmac
 import tarfile
 import zlib
 from collections.abc import Iterator
@@ -14,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from perdure import system
 from perdure.errors import LibraryFetchError
 from perdure.libraries.package import Package
+from perdure.models.download import mistake
 
 _CHUNK = 1 << 20
 _MOST_FILES = 200
@@ -25,21 +23,10 @@ _SUFFIXES = (".so", ".dylib", ".dll", ".metal", ".metallib")
 
 def verify(archive: Path, package: Package) -> None:
     """Refuse an archive that is not, byte for byte, the one whose digest stands in our source."""
-    size = archive.stat().st_size
-    if size != package.size:
+    wrong = mistake(archive, package.size, sha512=package.digest)
+    if wrong:
         raise LibraryFetchError(
-            f"what came for {package} is not the pinned archive: {size} bytes, expected {package.size}. "
-            "Nothing of it was unpacked"
-        )
-    digest = hashlib.sha512()
-    with archive.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    if not hmac.compare_digest(digest.digest(), _digest(package)):
-        raise LibraryFetchError(
-            f"what came for {package} is not the pinned archive: SHA-512 "
-            f"{base64.b64encode(digest.digest()).decode()}, expected {package.sha512}. "
-            "Nothing of it was unpacked"
+            f"{archive} is not the pinned archive of {package}: {wrong}. Nothing of it was unpacked"
         )
 
 
@@ -114,13 +101,6 @@ def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> str:
         file.flush()
         system.sync(file.fileno())
     return digest.hexdigest()
-
-
-def _digest(package: Package) -> bytes:
-    try:
-        return base64.b64decode(package.sha512, validate=True)
-    except binascii.Error:
-        return b""
 
 
 def _refused(package: Package, why: str) -> LibraryFetchError:

@@ -1,7 +1,7 @@
 """Reads the GPUs of this machine without a toolkit: `python -P gpu_reader.py DRIVER [LOADER]` prints JSON.
 
-It asks NVIDIA's driver library and the Vulkan loader, which are called so here, in a process of its own: a
-broken driver may end it. Nothing but the standard library is imported.
+It asks NVIDIA's driver library and the Vulkan loader, from a separate process: a broken driver may end it.
+Nothing but the standard library is imported.
 """
 
 from __future__ import annotations

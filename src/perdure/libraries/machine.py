@@ -77,7 +77,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
+class LibraryFit:
     """Whether a package can run on a machine, and why. It says what else has to be fetched."""
 
     package: Package
@@ -97,29 +97,29 @@ class Fit:
         return f"{self.nbytes / 1e6:.0f} MB"
 
 
-def ranked(machine: Machine) -> list[Fit]:
+def ranked(machine: Machine) -> list[LibraryFit]:
     """The packages that can run on a machine, the best first. The last one is the CPU's, if there is one."""
     return [fit for fit in fits(machine) if fit.usable]
 
 
-def fits(machine: Machine) -> list[Fit]:
+def fits(machine: Machine) -> list[LibraryFit]:
     """Every package for this system and CPU, the fastest backend first, with whether it can run and why."""
     here = [each for each in PACKAGES if (each.system, each.cpu) == (machine.system, machine.cpu)]
     return [_fit(each, machine) for each in sorted(here, key=lambda each: _ORDER.index(each.backend))]
 
 
-def _fit(package: Package, machine: Machine) -> Fit:
+def _fit(package: Package, machine: Machine) -> LibraryFit:
     if package.backend == "metal":
-        return Fit(package=package, usable=True, reason="it uses the Apple GPU through Metal")
+        return LibraryFit(package=package, usable=True, reason="it uses the Apple GPU through Metal")
     if package.backend == "cpu":
         why = _why_not(machine) if machine.has_gpu else "no GPU was found"
-        return Fit(package=package, usable=True, reason=f"{why}; it runs on every CPU")
+        return LibraryFit(package=package, usable=True, reason=f"{why}; it runs on every CPU")
     if package.backend == "vulkan":
         if machine.vulkan is None:
-            return Fit(package=package, usable=False, reason="there is no Vulkan loader")
+            return LibraryFit(package=package, usable=False, reason="there is no Vulkan loader")
         if not machine.vulkan:
-            return Fit(package=package, usable=False, reason="Vulkan finds no GPU")
-        return Fit(package=package, usable=True, reason=f"{machine.vulkan[0]} speaks Vulkan")
+            return LibraryFit(package=package, usable=False, reason="Vulkan finds no GPU")
+        return LibraryFit(package=package, usable=True, reason=f"{machine.vulkan[0]} speaks Vulkan")
     assert package.cuda is not None, "every other package is CUDA's"
     return _cuda_fit(package, package.cuda, machine)
 
@@ -137,14 +137,16 @@ def _why_not(machine: Machine) -> str:
     )
 
 
-def _cuda_fit(package: Package, contents: CudaContents, machine: Machine) -> Fit:
+def _cuda_fit(package: Package, contents: CudaContents, machine: Machine) -> LibraryFit:
     major, minor = contents.toolkit
     if machine.cuda is None or not machine.cards:
-        return Fit(package=package, usable=False, reason="no NVIDIA driver answers")
+        return LibraryFit(package=package, usable=False, reason="no NVIDIA driver answers")
     known = max(machine.cuda, machine.compat or machine.cuda)
     driver = f"the driver knows CUDA {known[0]}.{known[1]}"
     if known[0] < major:
-        return Fit(package=package, usable=False, reason=f"it needs a driver for CUDA {major}, and {driver}")
+        return LibraryFit(
+            package=package, usable=False, reason=f"it needs a driver for CUDA {major}, and {driver}"
+        )
     missing = None if major in machine.runtimes else major
     card = machine.cards[0]
     translates = known >= contents.toolkit and any(ptx <= card.capability for ptx in contents.ptx)
@@ -155,12 +157,12 @@ def _cuda_fit(package: Package, contents: CudaContents, machine: Machine) -> Fit
         reason = f"the driver translates its code for {card.name}: the first start takes some minutes longer"
     elif any(ptx <= card.capability for ptx in contents.ptx):
         reason = f"its code for {card.name} is PTX of CUDA {major}.{minor}, and {driver}"
-        return Fit(package=package, usable=False, reason=reason)
+        return LibraryFit(package=package, usable=False, reason=reason)
     else:
-        return Fit(package=package, usable=False, reason=f"it has no code for {card.name}")
+        return LibraryFit(package=package, usable=False, reason=f"it has no code for {card.name}")
     if missing is not None:
         reason += f"; NVIDIA's CUDA {major} runtime is fetched with it"
-    return Fit(package=package, usable=True, reason=reason, runtime=missing, translated=not ready)
+    return LibraryFit(package=package, usable=True, reason=reason, runtime=missing, translated=not ready)
 
 
 def is_translated(folder: str) -> bool:
@@ -191,7 +193,7 @@ def _ask(*libraries: str) -> dict[str, object]:
             timeout=_SECONDS,
         )
         for line in done.stdout.splitlines():
-            # A driver may print lines of its own.
+            # A driver may print lines, too.
             with suppress(ValueError):
                 answers |= json.loads(line)
     return answers
@@ -216,7 +218,7 @@ def machine_of(answers: dict[str, object]) -> Machine:
     )
 
 
-def installable(machine: Machine) -> list[Fit]:
+def installable(machine: Machine) -> list[LibraryFit]:
     """`ranked`, less what this system's C library is too old for. An error where none is left says why."""
     fits, problem = [], None
     for fit in ranked(machine):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import platform
 from dataclasses import dataclass
 
@@ -73,6 +74,11 @@ class Package:
     def spec(self) -> str:
         """What npm calls it."""
         return f"{self.name}@{self.version}"
+
+    @property
+    def digest(self) -> str:
+        """Its SHA-512 in hexadecimal."""
+        return base64.b64decode(self.sha512).hex()
 
     @property
     def folder(self) -> str:

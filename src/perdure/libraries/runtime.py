@@ -1,7 +1,7 @@
 """NVIDIA's runtime (libcudart, libcublas), which CUDA backends need and a driver does not bring.
 
-It may be in Python packages beside us (PyTorch brings it), in a toolkit, or under PERDURE_HOME, where pip
-puts the pinned packages with their digests. It is deleted with the last library that needs it.
+It may be in Python packages beside us (PyTorch brings it), in a toolkit, or under PERDURE_HOME, where the
+pinned wheels are unpacked. It is deleted with the last library that needs it.
 """
 
 from __future__ import annotations
@@ -9,15 +9,18 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from perdure import system
 from perdure.config import settings
-from perdure.errors import LibraryFetchError
+from perdure.errors import FetchError, LibraryFetchError
+from perdure.models.download import fetch_lock
+from perdure.models.package_index import fetched_wheel
+from perdure.models.registry import Progress
 
 _COMPAT = ("/usr/local/cuda/compat", "/usr/local/cuda-*/compat", "/opt/cuda/compat")
 """Where NVIDIA's packages put a newer driver library for older kernel modules ("forward compatibility")."""
@@ -25,8 +28,8 @@ _TOOLKITS = ("/usr/local/cuda/lib64", "/usr/local/cuda/targets/*/lib", "/usr/lib
 
 
 @dataclass(frozen=True, slots=True)
-class Runtime:
-    """The packages of one CUDA release on PyPI, each with its version and SHA-256."""
+class CudaRuntime:
+    """The wheels of one CUDA release, each with its SHA-256."""
 
     major: int
     size: int
@@ -44,29 +47,32 @@ class Runtime:
 
 
 RUNTIMES = {
-    12: Runtime(
+    12: CudaRuntime(
         12,
         364_322_542,
         (
             (
-                "nvidia-cuda-runtime-cu12==12.4.127",
+                "nvidia_cuda_runtime_cu12-12.4.127-py3-none-manylinux2014_x86_64.whl",
                 "64403288fa2136ee8e467cdc9c9427e0434110899d07c779f25b5c068934faa5",
             ),
             (
-                "nvidia-cublas-cu12==12.4.5.8",
+                "nvidia_cublas_cu12-12.4.5.8-py3-none-manylinux2014_x86_64.whl",
                 "2fc8da60df463fdefa81e323eef2e36489e1c94335b5358bcb38360adf75ac9b",
             ),
         ),
     ),
-    13: Runtime(
+    13: CudaRuntime(
         13,
         425_431_052,
         (
             (
-                "nvidia-cuda-runtime==13.1.80",
+                "nvidia_cuda_runtime-13.1.80-py3-none-manylinux2014_x86_64.manylinux_2_17_x86_64.whl",
                 "dac25b52e69050e5a7a84957e6df470a85b185f8f648a99a1ab1dfce027576cf",
             ),
-            ("nvidia-cublas==13.1.0.3", "ee8722c1f0145ab246bccb9e452153b5e0515fd094c3678df50b2a0888b8b171"),
+            (
+                "nvidia_cublas-13.1.0.3-py3-none-manylinux_2_27_x86_64.whl",
+                "ee8722c1f0145ab246bccb9e452153b5e0515fd094c3678df50b2a0888b8b171",
+            ),
         ),
     ),
 }
@@ -94,35 +100,27 @@ def has_runtime(major: int) -> bool:
     return all(any((folder / name).is_file() for folder in folders) for name in RUNTIMES[major].files)
 
 
-def install_runtime(major: int) -> None:
-    """Have pip fetch the runtime of a CUDA release into PERDURE_HOME."""
+def install_runtime(major: int, progress: Progress | None = None) -> None:
+    """Fetch the runtime of a CUDA release into PERDURE_HOME."""
     runtime = RUNTIMES[major]
     new = runtime.folder.with_name(f".new-{runtime.folder.name}-{os.getpid()}")
-    new.mkdir(parents=True, exist_ok=True)
+    parts = runtime.folder.with_name(".parts")
     try:
-        requirements = new / "requirements.txt"
-        requirements.write_text("".join(f"{name} --hash=sha256:{digest}\n" for name, digest in runtime.pins))
-        command = system.isolated_python(
-            *("-m", "pip", "install", "--target", str(new), "--no-deps", "--no-input", "--no-compile"),
-            *(
-                "--only-binary",
-                ":all:",
-                "--disable-pip-version-check",
-                "--require-hashes",
-                "-r",
-                str(requirements),
-            ),
-        )
-        done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
-        if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-            raise LibraryFetchError(
-                f"pip could not fetch NVIDIA's CUDA {major} runtime: {lines[-1] if lines else 'no word'}. "
-                f"Check `pip config list`, or install it yourself: pip install "
-                f"{' '.join(name.partition('=')[0] for name, _ in runtime.pins)}"
-            )
-        shutil.rmtree(runtime.folder, ignore_errors=True)
-        os.replace(new, runtime.folder)
+        with fetch_lock(runtime.folder.parent, runtime.folder.name):
+            for file, sha256 in runtime.pins:
+                # Packed, these libraries are not half as large.
+                with (
+                    fetched_wheel(file, parts, progress, room=4 * runtime.size, sha256=sha256) as wheel,
+                    zipfile.ZipFile(wheel) as archive,
+                ):
+                    archive.extractall(new)
+            shutil.rmtree(runtime.folder, ignore_errors=True)
+            os.replace(new, runtime.folder)
+    except (FetchError, OSError, zipfile.BadZipFile) as error:
+        raise LibraryFetchError(
+            f"NVIDIA's CUDA {major} runtime could not be fetched: {error}. Or install it yourself: "
+            f"pip install {' '.join(file.partition('-')[0].replace('_', '-') for file, _ in runtime.pins)}"
+        ) from error
     finally:
         shutil.rmtree(new, ignore_errors=True)
 

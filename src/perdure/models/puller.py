@@ -1,4 +1,4 @@
-"""Puller: fetches a model in the background, one at a time, and tells how far it is."""
+"""Puller: fetches a model in the background, one at a time, and reports its progress."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from perdure.errors import InvalidInputError, PerdureError
+from perdure.events.background import BackgroundThread
 from perdure.models import local_models
-from perdure.models.download import Progress
-from perdure.models.registry import HubSource, resolve
+from perdure.models.registry import HubSource, Progress, resolve
 
 log = logging.getLogger("perdure.models")
 
@@ -35,14 +35,14 @@ class Pull:
 
 
 class _CancelledError(Exception):
-    """Somebody does not want the model any more."""
+    """The pull was cancelled."""
 
 
 class Puller:
     """Fetches models from the hub for others, one at a time. Safe from any thread.
 
     Always holds: what it fetches is checked as `perdure pull` checks it, and only a whole file gets its name;
-    what was cancelled is gone on with at the next pull.
+    the next pull resumes one that was cancelled.
     """
 
     def __init__(self, fetch: Callable[[str, Progress], object] = local_models.pull) -> None:
@@ -70,7 +70,7 @@ class Puller:
                 return self._latest if self._latest.model == name and not self._unwanted else None
             self._latest = started = Pull(model=name, started=time.time())
             self._unwanted = False
-            threading.Thread(target=self._run, args=(name,), name="perdure-pull", daemon=True).start()
+            BackgroundThread(self._run, name, name="perdure-pull").start()
             return started
 
     def cancel(self) -> Pull | None:
@@ -99,7 +99,8 @@ class Puller:
             self._end("cancelled")
         except PerdureError as error:
             self._end("failed", str(error))
-        except Exception as error:
+        except BaseException as error:
+            # Whatever it was: the next pull does not wait for a thread that is gone.
             log.exception("a model could not be fetched")
             self._end("failed", f"{type(error).__name__}: the log of the server says more")
         else:

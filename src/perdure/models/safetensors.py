@@ -71,7 +71,7 @@ def read_safetensors(path: str | os.PathLike[str]) -> SafetensorsHeader:
         if not stat.S_ISREG(os.stat(place).st_mode):
             raise ModelFileError(f"{place} is not a file")
         with open(place, "rb", buffering=0) as file:
-            return _Reader(place, os.fstat(file.fileno()).st_size).read(file)
+            return _HeaderReader(place, os.fstat(file.fileno()).st_size).read(file)
     except (FileNotFoundError, NotADirectoryError, ValueError) as error:
         if isinstance(error, ModelFileError):
             raise
@@ -80,7 +80,7 @@ def read_safetensors(path: str | os.PathLike[str]) -> SafetensorsHeader:
         raise ModelFileError(f"{place} cannot be read: {error.strerror or error}") from error
 
 
-class _Reader:
+class _HeaderReader:
     def __init__(self, path: Path, size: int) -> None:
         self._path = path
         self._size = size

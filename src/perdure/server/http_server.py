@@ -27,12 +27,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from perdure import system
 from perdure.checks import never_waiting
 from perdure.errors import InvalidInputError
-from perdure.pool.backend import PooledBackend
+from perdure.events.background import BackgroundThread
 from perdure.server import direct_write
-from perdure.server.app import served, turned_away
-from perdure.server.core.app_state import AppState
+from perdure.server.app import rejecting, served
+from perdure.server.core.server_state import ServerState
 from perdure.server.core.settings import Limits
-from perdure.worker.remote import BackendClient
 
 log = logging.getLogger("perdure.server")
 
@@ -103,13 +102,13 @@ class HttpServer(uvicorn.Server):
     the process by themselves.
     """
 
-    def __init__(self, app_state: AppState, *, read_settings: Callable[[], None] | None = None) -> None:
+    def __init__(self, state: ServerState, *, read_settings: Callable[[], None] | None = None) -> None:
         """`read_settings` has the app state changed to what the config file says now."""
-        limits = app_state.limits
+        limits = state.limits
         super().__init__(
             uvicorn.Config(
-                served(app_state),
-                http=_protocol(limits, turned_away(app_state)),
+                served(state),
+                http=_protocol(limits, rejecting(state)),
                 ws="websockets-sansio",
                 lifespan="off",
                 log_config=None,
@@ -119,7 +118,7 @@ class HttpServer(uvicorn.Server):
                 h11_max_incomplete_event_size=64 << 10,
             )
         )
-        self._app_state = app_state
+        self._state = state
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watching = contextlib.ExitStack()
         self.loop_watch: LoopWatch | None = None
@@ -130,50 +129,51 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
-        if self._app_state.debug:
+        if self._state.debug:
             self.loop_watch = LoopWatch(self._loop)
             self._watching.enter_context(self.loop_watch.watching())
         self._read_engine_in(self._loop)
         # What the first call in a thread imports, and that thread: not while the first client waits.
         await anyio.to_thread.run_sync(lambda: None)
         await super().startup(sockets)
-        if self._app_state.is_loaded:
-            self._app_state.warm_up()
+        if self._state.models.is_loaded(self._state.models.first):
+            self._state.models.warm_up()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await self._drain()
-        ending = asyncio.get_running_loop().call_later(
-            self._app_state.limits.grace_seconds, self._app_state.end
-        )
+        loop, grace = asyncio.get_running_loop(), self._state.limits.grace_seconds
+        until = loop.time() + grace + _LEEWAY
+        ending = loop.call_later(grace, self._state.end)
+        self._state.end_waiting()
         try:
             await super().shutdown(sockets)
+            await self._state.finish(until - loop.time())
         finally:
             ending.cancel()
-            await self._app_state.work(self._app_state.save)
+            await self._state.work(self._state.save)
             self._read_engine_in(None)
             self._watching.close()
 
     async def _drain(self) -> None:
         """Answer as ever but for `/ready`, until routers have noticed. A second signal ends it."""
-        app_state, seconds = self._app_state, self._app_state.limits.drain_seconds
-        drain = app_state.life.drain
-        app_state.life.draining = True
+        state, seconds = self._state, self._state.limits.drain_seconds
+        drain = state.drain
+        state.draining = True
         drain.begin(seconds)
-        while not drain.is_over(seconds) and not app_state.stopping and not self.force_exit:
+        while not drain.is_over(seconds) and not state.stopping and not self.force_exit:
             await asyncio.sleep(0.05)
 
     def _read_engine_in(self, loop: asyncio.AbstractEventLoop | None) -> None:
         """Have the tokens of an engine in another process come straight to the loop that sends them on."""
-        for runtime in [each.runtime for each in self._app_state.models] or [self._app_state.runtime]:
-            if isinstance(runtime.backend, (BackendClient, PooledBackend)):
-                runtime.backend.attach_loop(loop)
+        for runtime in self._state.models.runtimes:
+            runtime.backend.attach_loop(loop)
 
     def stop(self, *, now: bool = False) -> None:
         """Have it stop, from any thread; `now` without waiting for replies."""
         if now and self._loop is not None:
             # One that is closed has ended everything already.
             with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._app_state.end)
+                self._loop.call_soon_threadsafe(self._state.end)
         self.should_exit = True
 
     @contextlib.contextmanager
@@ -184,7 +184,7 @@ class HttpServer(uvicorn.Server):
         before = {each: signal.signal(each, self._signalled) for each in (signal.SIGINT, signal.SIGTERM)}
         for each in system.reload_signals():
             before[each] = signal.signal(each, self._hung_up)
-            # Whoever has it ignored, such as nohup, wants it to go on without the terminal.
+            # A parent that has it ignored, such as nohup, wants the server to go on without the terminal.
             self._ends_with_terminal = before[each] is not signal.SIG_IGN and system.has_terminal()
         try:
             yield
@@ -196,9 +196,9 @@ class HttpServer(uvicorn.Server):
         """Read the keys and the settings again. Requests that are running go on; the next ones are met by
         what was read. Where something is wrong with a file, what it says stays as it was."""
         try:
-            self._app_state.keys.reload()
-            self._app_state.limit_namespaces()
-            log.info("the keys were read again: %d", len(self._app_state.keys))
+            self._state.keys.reload()
+            self._state.limit_namespaces()
+            log.info("the keys were read again: %d", len(self._state.keys))
         except InvalidInputError as error:
             log.error("the keys are as they were: %s", error)
         if self._read_settings is None:
@@ -211,7 +211,7 @@ class HttpServer(uvicorn.Server):
 
     def _take_limits(self) -> None:
         """Those that are read where connections are made and ended."""
-        limits = self._app_state.limits
+        limits = self._state.limits
         self.config.ws_max_size = limits.body_bytes
         self.config.timeout_graceful_shutdown = int(limits.grace_seconds) + _LEEWAY
 
@@ -224,13 +224,13 @@ class HttpServer(uvicorn.Server):
             self._loop.call_soon_threadsafe(self.reload)
 
     def _signalled(self, number: int, frame: FrameType | None) -> None:
-        # Whoever asks twice does not want to wait for replies.
+        # An operator who asks twice does not want to wait for replies.
         self.stop(now=self.should_exit)
 
 
-def _protocol(limits: Limits, turned_away: ASGIApp) -> type[H11Protocol]:
+def _protocol(limits: Limits, rejecting: ASGIApp) -> type[H11Protocol]:
     """HTTP for clients that have to send their headers within a time: a connection that stays silent is
-    closed. One that comes when all connections are taken is answered by `turned_away`; those that were there
+    closed. One that comes when all connections are taken is answered by `rejecting`; those that were there
     before go on."""
 
     class Protocol(H11Protocol):
@@ -241,7 +241,7 @@ def _protocol(limits: Limits, turned_away: ASGIApp) -> type[H11Protocol]:
             super().connection_made(transport)
             self._idle_timer = self.loop.call_later(limits.head_seconds, self._close_idle)
             if len(self.connections) > limits.connections:
-                self.app = turned_away
+                self.app = rejecting
 
         def handle_events(self) -> None:
             before = self.cycle
@@ -334,8 +334,9 @@ class LoopWatch:
         watcher = None
         if hasattr(time, "pthread_getcpuclockid"):
             clock = time.pthread_getcpuclockid(self._thread)
-            args = (lambda: time.clock_gettime(clock),)
-            watcher = threading.Thread(target=self._watch, args=args, name="perdure-loop-watch", daemon=True)
+            watcher = BackgroundThread(
+                self._watch, lambda: time.clock_gettime(clock), name="perdure-loop-watch", restart=True
+            )
             watcher.start()
         gc.callbacks.append(self._collecting)
         try:

@@ -5,12 +5,10 @@
     store/        where sessions are durable: the contract, and databases behind it
     session_view  one conversation to be read: what it is, its turns as the store has them
     pending_turn  a turn in the making, and what it may have besides messages
+    pending_record what is written down of one before it is answered, and until it is part of its session
     session       the same with all that changes it: say, edit, fork, rewind, fold, sleep, wake, export
     sessions      all of them, and their memories: find, list, import, with an engine or without one
     fold          an exhausted conversation becomes a summary and its last turns
-    export        a session as one file that can be moved
-    importing     what is taken of such a file, and what is left out
-    agent_conversation  the session of a program that sends its whole conversation with each request
 
 Turns form a tree and never change; a session is a name for one of them, as a branch is in a version
 control system. So a fork adds one row, and `rewind` adds none.

@@ -45,7 +45,7 @@ Read = Callable[[TurnReference, int], TurnPage]
 
 class _TurnChain:
     """Turns one after another with their numbers. It grows at its end, so that many histories can share it;
-    its beginning is read from the store when somebody wants it."""
+    its beginning is read from the store when it is needed."""
 
     __slots__ = ("before", "lock", "nbytes", "numbers", "read", "start", "turns")
 
@@ -115,7 +115,7 @@ class _TurnChain:
             return self.turns[max(0, start - self.first) : max(0, end - self.first)]
 
     def up_to(self, count: int) -> _TurnChain:
-        """A line of its own that starts with the first `count` turns of this one."""
+        """A separate chain that starts with the first `count` turns of this one."""
         if self.before is not None and self.before.depth == count - 1:
             return _TurnChain((), (), self.before, self.read, self.start)
         self.read_to(count - 1)
@@ -210,7 +210,7 @@ class History:
 
     @property
     def date(self) -> str | None:
-        """The day that its last turn was told, and so the day that the conversation began on: it stays, or
+        """The date that its last turn rendered, and so the day that the conversation began on: it stays, or
         each new day would change the prompt's beginning."""
         for _, turn in self.back():
             if isinstance(date := turn.settings.get("date"), str):

@@ -15,6 +15,12 @@ _DIGITS = 9
 """Of the number of a turn in an address, at most."""
 NAME_LENGTH = 200
 """Characters of a session's name, at most."""
+TITLE_LENGTH = 200
+"""Characters of a session's title, at most."""
+NOTE_CHARACTERS = 4096
+"""Of a memory's note, at most."""
+FILED = frozenset({"title", "folder", "pinned"})
+"""Entries of a session's origin that a person sets: what it is called in lists, and where it stands there."""
 _CONTROL, _SURROGATE = re.compile("[\x00-\x1f\x7f]"), re.compile("[\ud800-\udfff]")
 
 
@@ -28,6 +34,8 @@ def name_problem(name: str) -> str | None:
     if "/" in name:
         other = name[:60].replace("/", "-")
         return f"a session's name has no slash, which would end it in an address: {other!r} would do"
+    if name in (".", ".."):
+        return "a session's name is not . or .., which stand for folders in an address"
     if _CONTROL.search(name):
         return "a session's name is one line without control characters"
     if _SURROGATE.search(name):
@@ -44,19 +52,26 @@ def check_session_name(name: object) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SessionInfo:
-    """A session as it is listed. Its number is never given to another one."""
+class Record:
+    """What is written down under a kind and a name. Its number is never given to another one."""
 
     number: int
     namespace: str
     name: str
     kind: str
+    origin: Mapping[str, Any]
+    """What it says: of a session, where it comes from."""
+    created: float
+    updated: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionInfo(Record):
+    """A session as it is listed, or a stored response: it stands at a turn."""
+
     head: int
     depth: int
     settings: Mapping[str, Any]
-    origin: Mapping[str, Any]
-    created: float
-    updated: float
     digest: bytes
     """Of the turn at which it stands."""
     model: str = ""
@@ -64,10 +79,14 @@ class SessionInfo:
     tokens: int = 0
     """Of its last prompt and the reply to it: about what the conversation has."""
 
+    @property
+    def title(self) -> str:
+        return str(self.origin.get("title", ""))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionMemory:
-    """A labelled turn of a session that somebody wants to come back to. `digest` proves what led there."""
+    """A labelled turn of a session, to come back to. `digest` proves what led there."""
 
     session: str
     turn: int
@@ -82,6 +101,11 @@ class SessionMemory:
     @property
     def address(self) -> str:
         return make_address(self.session, self.turn, self.label)
+
+    @property
+    def nbytes(self) -> int:
+        """Of its texts."""
+        return sum(len(each.encode()) for each in (self.session, self.label, self.kind, self.note))
 
 
 def make_address(session: str, turn: int, label: str) -> str:

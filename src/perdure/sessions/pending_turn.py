@@ -1,4 +1,5 @@
-"""A turn in the making: what it goes on from, what it may have besides messages, and who has the session."""
+"""A turn in the making: the history before it, its options, the lease of its session, and what is written
+down of it (`pending_record.py`)."""
 
 from __future__ import annotations
 
@@ -7,16 +8,22 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from perdure.chat.message import Message
 from perdure.chat.reply import ChatReply
 from perdure.chat.transcript import Transcript
+from perdure.decode.output_queue import OutputQueue
+from perdure.decode.request import Request
 from perdure.errors import TurnKeptError
-from perdure.sessions.fold import TurnStream
+from perdure.request_options import Sampling, draw_seed
 from perdure.sessions.history import History
-from perdure.sessions.info import SessionInfo
+from perdure.sessions.info import Record, SessionInfo
 from perdure.sessions.turn import Turn, plain_settings, portable_settings
+
+if TYPE_CHECKING:
+    from perdure.sessions.fold import TurnStream
+
 
 _KEY = "idempotency_key"
 """Among the settings of a turn: the digest of the key of its request."""
@@ -24,8 +31,8 @@ _REMEMBERED = 16
 """Turns from the last on whose keys are looked at: a request is sent again soon, or not at all."""
 
 
-class Follower(Protocol):
-    """A session that goes on with a turn of another: `Session` is the only one."""
+class TurnFollower(Protocol):
+    """A session that continues with a turn of another: `Session` is the only one."""
 
     @property
     def info(self) -> SessionInfo: ...
@@ -41,12 +48,16 @@ class TurnExtra:
     """Said before all of the history, for this turn alone."""
     notes: Mapping[str, Any] = field(default_factory=dict)
     """Written down with the turn's settings, as they are when it is kept."""
-    follower: Follower | None = None
+    follower: TurnFollower | None = None
     """A session that stands where this one does, and is to go on with the same turn."""
     date: str | None = None
-    """What the template is told where the history has no date; None for the clock's."""
+    """The date that the template reads where the history has none; None for the clock's."""
     idempotency_key: str | None = None
     """What the request is known by that asks for the turn: a second one with the same key makes none."""
+    head: int | None = None
+    """The turn that it goes on from: refused where the session stands at another; None: wherever it is."""
+    prompt_notes: Sequence[str] = ()
+    """What the answer says of how its messages were made, besides what the template does with them."""
     call_ids: str = ""
     """What the ids of its calls are made of, so that a turn that is made again has the same; empty: they are
     drawn."""
@@ -60,7 +71,8 @@ class PendingTurn:
     """What it goes on from."""
     head: int
     """The turn at which the session stood when it began."""
-    let_go: Callable[[], None]
+    unlock: Callable[[], None]
+    """Lets other processes have the session again."""
     said: Sequence[Message] = ()
     settings: dict[str, Any] = field(default_factory=dict)
     deadline: float | None = None
@@ -69,12 +81,88 @@ class PendingTurn:
     stream: weakref.ref[TurnStream] | None = None
     """None while it is being prepared. Weak: a stream that nobody holds any more is cancelled."""
     ended: bool = False
+    known: Sequence[int] = ()
+    """Tokens of its reply that were written before it was interrupted."""
+    fold: Turn | None = None
+    """The fold that makes room for it."""
+    seed: int = field(default_factory=draw_seed)
+    """What its reply is drawn with, where its settings name no seed."""
+    record: Record | None = None
+    """Where it is written down, once it was submitted."""
+    replaced: Mapping[str, Any] | None = None
+    """The pending turn in whose place it is, as it is written down."""
+    output: OutputQueue | None = None
+    """Of its latest request."""
+    answering: bool = False
+    """Whether its next request is for the reply: a summary may come first."""
+    failed: str = ""
+    """The error that ended it."""
+    _before: Sequence[int] = ()
+    """Tokens of the reply before its latest request."""
+    _prompt: int = 0
+    """Tokens before the reply."""
+
+    def submitted(self, request: Request, output: OutputQueue) -> None:
+        """Its next request is being served."""
+        if self.answering:
+            prefix = request.reply_prefix
+            self._prompt = self._prompt or len(request.prompt) - len(prefix)
+            self._before = tuple(prefix or request.prompt[self._prompt :])
+        self.output = output
+
+    @property
+    def part(self) -> Sequence[int]:
+        """The tokens of its reply so far, but for those that end it: who goes on from here draws these
+        again, and comes to the same end."""
+        output = self.output
+        if not self.answering or output is None:
+            return self.known
+        return (*self._before, *output.tokens[: len(output.tokens) - output.last_tokens])
+
+    @property
+    def why_left(self) -> str:
+        """By what it was interrupted; empty where its caller, or a deadline, has ended it."""
+        return self.failed or (self.output.interrupted if self.output is not None else "")
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether it ended by something that its caller did not ask for: it can be resumed."""
+        output = self.output
+        return bool(self.why_left) or (output is not None and not output.cancelled)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether it was interrupted, or may have been, as a cancelled turn that is to be kept so far."""
+        return bool(self.why_left)
+
+    def writes(self, record: Record) -> bool:
+        """Whether that is where it is written down."""
+        return self.record is not None and self.record.number == record.number
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether its caller has cancelled it, or holds its stream no more."""
+        output = self.output
+        if output is None or self.why_left or self.stream is None:
+            return False
+        stream = self.stream()
+        return stream is None or stream.cancelled
+
+    @property
+    def drawn(self) -> dict[str, Any]:
+        """Its settings, with the seed that its reply is drawn with."""
+        sampling = self.settings.get("sampling")
+        if isinstance(sampling, Sampling):
+            seed = self.seed if sampling.seed is None else sampling.seed
+            return {**self.settings, "sampling": replace(sampling, seed=seed)}
+        given = self.settings.get("seed")
+        return {**self.settings, "seed": self.seed if given is None else given}
 
     def release(self) -> None:
         """Let other processes have the session again. Only the first time does something."""
         if not self.ended:
             self.ended = True
-            self.let_go()
+            self.unlock()
 
     @property
     def is_running(self) -> bool:

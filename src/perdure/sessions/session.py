@@ -24,43 +24,42 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, Unpack
 
 from perdure.chat.chat_format import ChatFormat
 from perdure.chat.message import Message
 from perdure.chat.options import ChatOptions, TurnKeywords
-from perdure.chat.plans import Exchange, SummaryInterrupted
+from perdure.chat.prompt_builder import Exchange
 from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.chat.transcript import Transcript
 from perdure.checks import is_whole
 from perdure.config import SETTLED
-from perdure.decode.request import Plan, ReuseReport, TierUsage, take_deadline
+from perdure.decode.output_queue import OutputQueue
+from perdure.decode.request import Plan, Request, ReuseReport, TierUsage, take_deadline
 from perdure.decode.stream import Stream, StreamPlan, submitted
 from perdure.errors import (
     InvalidInputError,
     PerdureError,
+    QuotaError,
     SessionBusyError,
     SessionError,
     StateError,
     StoreError,
 )
-from perdure.sessions.export import write_export
-from perdure.sessions.fold import (
-    FoldPlan,
-    TurnStream,
-    cut_short,
-    fold_turn,
-    make_room,
-    summarised,
-    turns_to_compact,
-)
+from perdure.extension import part
 from perdure.sessions.history import History, TurnReference
-from perdure.sessions.info import SessionInfo, SessionMemory
+from perdure.sessions.info import NOTE_CHARACTERS, SessionInfo, SessionMemory
+from perdure.sessions.pending_record import PendingInfo, PendingTurns
 from perdure.sessions.pending_turn import PendingTurn, TurnExtra
 from perdure.sessions.session_view import SessionView, StoreHost, count_turns
 from perdure.sessions.store.base import RESPONSE
 from perdure.sessions.turn import Said, Turn, added, portable_settings, said_messages
 
+if TYPE_CHECKING:
+    from perdure.sessions.fold import FoldPlan, TurnStream
+
+Settling = Literal["keep", "discard"]
+"""What becomes of a pending turn when something else is said: a turn that was cancelled, or nothing."""
 S = TypeVar("S")
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -86,6 +85,8 @@ class Host(StoreHost, Protocol):
         turns: Sequence[Turn] = (),
         kind: str = "session",
     ) -> Session: ...
+    @property
+    def pending(self) -> PendingTurns: ...
     def remove(self, session: Session) -> None: ...
     def write_behind(
         self, tokens: Sequence[int], namespace: str, saved: int, *, adapters: Mapping[str, float] | None
@@ -118,10 +119,12 @@ def _in_thread(
 class Session(SessionView):
     """A named conversation. Safe from any thread; one turn at a time.
 
-    A turn is a transaction: it is part of the session once its reply is whole and on the disk, and else the
-    session is as it was before. `kept` in the reply says which. Nothing waits for the model while the
-    session's lock is held. Once it was deleted, it refuses whatever would touch the store or the engine.
-    What another process has made of it in the meantime is seen by whoever reads or changes it next.
+    A turn is a transaction: it is part of the session once its reply is whole and on the disk, and else its
+    turns are as they were before. `kept` in the reply says which. What was asked is on the disk before the
+    turn's first step, and stays there until the turn is part of the session, or its caller has cancelled it:
+    see `pending`. Nothing waits for the model while the session's lock is held. Once it was deleted, it
+    refuses whatever would touch the store or the engine. The next call that reads or changes it sees what
+    another process has changed in the meantime.
     """
 
     _host: Host
@@ -136,7 +139,7 @@ class Session(SessionView):
         self.last: ChatReply | None = None
         """The latest reply that this process has made."""
 
-    def stand_at(self, history: History, saved: int | None) -> None:
+    def rebase(self, history: History, saved: int | None) -> None:
         """Begin with turns that are at hand already, of which so many tokens have their state written."""
         self._history, self.saved = history, saved
 
@@ -147,14 +150,20 @@ class Session(SessionView):
         said: Said,
         *,
         keep_partial: bool = False,
+        pending: Settling = "keep",
         extra: TurnExtra | None = None,
         **settings: Unpack[TurnKeywords],
     ) -> TurnStream:
         """Queue a turn and return at once. It becomes part of the session when its reply is asked for, or
-        read to its end; with `keep_partial` also when it is cancelled."""
+        read to its end; with `keep_partial` also when it is cancelled.
+
+        Where a turn is pending, it becomes a turn that was cancelled, with what there is of it; unless the
+        same is said again, which takes its place, as with `pending="discard"`."""
         messages = said_messages(said)
-        with self._beginning(settings, keep_partial, extra) as pending:
-            return self._stream(pending, pending.base, messages)
+        with self._beginning(settings, keep_partial, extra) as turn:
+            if pending == "keep":
+                self._settle(turn, messages)
+            return self._stream(turn, turn.base, messages)
 
     def submit_unkept(
         self,
@@ -193,29 +202,55 @@ class Session(SessionView):
         )
         return [exchange.reply for exchange in exchanges]
 
-    def say(self, said: Said, *, keep_partial: bool = False, **settings: Unpack[TurnKeywords]) -> ChatReply:
-        """The reply to a message; the keywords are those of `Runtime.submit_chat`."""
-        with self.submit(said, keep_partial=keep_partial, **settings) as stream:
+    def say(
+        self,
+        said: Said,
+        *,
+        keep_partial: bool = False,
+        pending: Settling = "keep",
+        **settings: Unpack[TurnKeywords],
+    ) -> ChatReply:
+        """The reply to a message; the keywords are those of `Runtime.submit_chat`, `pending` is as in
+        `submit`."""
+        with self.submit(said, keep_partial=keep_partial, pending=pending, **settings) as stream:
             return stream.reply()
 
     def stream(
-        self, said: Said, *, keep_partial: bool = False, **settings: Unpack[TurnKeywords]
+        self,
+        said: Said,
+        *,
+        keep_partial: bool = False,
+        pending: Settling = "keep",
+        **settings: Unpack[TurnKeywords],
     ) -> Generator[ChatDelta, None, None]:
         """The reply piece by piece. Leaving the loop early cancels the turn."""
-        return _deltas(self.submit(said, keep_partial=keep_partial, **settings), keep_partial)
+        stream = self.submit(said, keep_partial=keep_partial, pending=pending, **settings)
+        return _deltas(stream, keep_partial)
 
     async def asay(
-        self, said: Said, *, keep_partial: bool = False, **settings: Unpack[TurnKeywords]
+        self,
+        said: Said,
+        *,
+        keep_partial: bool = False,
+        pending: Settling = "keep",
+        **settings: Unpack[TurnKeywords],
     ) -> ChatReply:
         """Like `say`, for asyncio. The event loop waits for no summary and for no disk."""
-        with await submitted(lambda: self.submit(said, keep_partial=keep_partial, **settings)) as stream:
+        submit = functools.partial(self.submit, said, keep_partial=keep_partial, pending=pending, **settings)
+        with await submitted(submit) as stream:
             return await stream.areply()
 
     async def astream(
-        self, said: Said, *, keep_partial: bool = False, **settings: Unpack[TurnKeywords]
+        self,
+        said: Said,
+        *,
+        keep_partial: bool = False,
+        pending: Settling = "keep",
+        **settings: Unpack[TurnKeywords],
     ) -> AsyncGenerator[ChatDelta, None]:
         """Like `stream`, for asyncio. The event loop waits for no summary and for no disk."""
-        stream = await submitted(lambda: self.submit(said, keep_partial=keep_partial, **settings))
+        submit = functools.partial(self.submit, said, keep_partial=keep_partial, pending=pending, **settings)
+        stream = await submitted(submit)
         try:
             async for delta in stream:
                 yield delta
@@ -262,16 +297,79 @@ class Session(SessionView):
     def submit_regenerate(
         self, *, keep_partial: bool = False, **settings: Unpack[TurnKeywords]
     ) -> TurnStream:
-        """Queue another reply and return at once."""
+        """Queue another reply and return at once: to a turn that is pending, if one is."""
+        if self.pending is not None:
+            return self.submit_resume(again=True, **settings)
         with self._beginning(settings, keep_partial) as pending:
             history = pending.base
             if not len(history) or history.last.kind != "turn":
                 raise SessionError(f"session {self.name!r} has no reply to make again")
             return self._stream(pending, history.first(len(history) - 1), history.last.messages)
 
+    # What was asked, and not answered to its end.
+
+    @property
+    def pending(self) -> PendingInfo | None:
+        """The turn that is being answered, or was interrupted: by a kill, the end of the program, an error, a
+        client that was lost. None where the last turn is whole, or its caller has cancelled it."""
+        self._check_there()
+        with self._lock:
+            now, record = self._pending, self._host.store.pending(self._info)
+            if record is None or (now is not None and now.is_cancelled and now.writes(record)):
+                return None
+            if now is None or not now.writes(record):
+                return PendingInfo.of(record, running=now is not None and now.is_running)
+            return PendingInfo.of(self._host.pending.latest(record, now), running=now.is_running)
+
+    def resume(self, *, again: bool = False, **settings: Unpack[TurnKeywords]) -> ChatReply:
+        """The whole reply to the pending turn: what was written of it stands, and it is continued behind its
+        last token. `again`: a new one from the start. Settings are those of the turn; others can be given."""
+        with self.submit_resume(again=again, **settings) as stream:
+            return stream.reply()
+
+    async def aresume(self, *, again: bool = False, **settings: Unpack[TurnKeywords]) -> ChatReply:
+        """Like `resume`, for asyncio."""
+        with await submitted(lambda: self.submit_resume(again=again, **settings)) as stream:
+            return await stream.areply()
+
+    def submit_resume(self, *, again: bool = False, **settings: Unpack[TurnKeywords]) -> TurnStream:
+        """Queue the rest of the pending turn and return at once. The stream begins with what was written
+        before."""
+        with self._beginning({}) as pending:
+            info = self.pending
+            if info is None:
+                raise SessionError(f"session {self.name!r} has no pending turn: nothing to resume")
+            deadline_of = {**settings}
+            pending.deadline = take_deadline(deadline_of)
+            pending.base = pending.base.first(info.after)
+            info.resume(pending, deadline_of, again=again, model=self._host.backend.model.digest)
+            return self._stream(pending, pending.base, info.messages)
+
+    def discard(self) -> None:
+        """Forget the pending turn: what was asked, and what was written of the reply."""
+        with self._changing():
+            self._host.store.pend(self._info, None)
+
+    adiscard = _in_thread(discard)
+
+    def _settle(self, turn: PendingTurn | None, said: Sequence[Message] = ()) -> None:
+        """Have a pending turn end before what follows: as a turn that was cancelled. A client that says the
+        same again, or has the whole conversation itself, wants another in its place."""
+        if turn is not None and (turn.extra.head is not None or turn.extra.follower is not None):
+            return
+        if (info := self.pending) is None or info.messages == tuple(said):
+            return
+        base = self._history.first(info.after)
+        cuts = base.transcript.cuts
+        turns = info.as_turns(base.place.digest, cuts[-1] if cuts else (0, 0))
+        numbers = self._host.store.add(self._info, turns, parent=base.head, expected=self._history.head)
+        self._history = base.then(numbers, turns)
+        if turn is not None:
+            turn.base, turn.head, turn.replaced = self._history, self._history.head, None
+
     def stop(self) -> bool:
-        """End the reply that is being written, if one is: whoever reads it gets what there is. A turn that
-        was submitted with `keep_partial` is kept as far as it is written."""
+        """End the reply that is being written, if one is: its readers get what there is. A turn that was
+        submitted with `keep_partial` is kept as far as it is written."""
         with self._lock:
             pending = self._pending
             stream = pending.stream() if pending is not None and pending.stream is not None else None
@@ -307,6 +405,9 @@ class Session(SessionView):
         The summary is written by the model unless it is given. What was before stays reachable. What the next
         prompt begins with is read ahead while the engine is idle.
         """
+        from perdure.chat.plans import SummaryInterrupted
+        from perdure.sessions.fold import fold_turn, summarised, turns_to_compact
+
         if not is_whole(keep) or keep < 0:
             raise InvalidInputError(f"keep is a number of turns from 0, got {keep!r}")
         if summary is not None and not isinstance(summary, str):
@@ -314,8 +415,10 @@ class Session(SessionView):
         merged: dict[str, Any] = {"adapters": self.settings.get("adapters"), **settings}
         deadline = take_deadline(merged)
         pending = self._begin()
-        base = pending.base
         try:
+            if name is None:
+                self._settle(pending)
+            base = pending.base
             turns = turns_to_compact(self._start, base, keep)
             if summary is not None:
                 turn = fold_turn(turns, summary, keep)
@@ -412,7 +515,7 @@ class Session(SessionView):
                 packed = self._host.backend.cache.pack(
                     tokens, namespace=self.namespace, adapters=self._adapters
                 )
-            return write_export(
+            written: Path = part("session.export", "upkeep")(
                 Path(path),
                 self._stored_turns(),
                 packed,
@@ -422,6 +525,7 @@ class Session(SessionView):
                 key=self._host.store.key,
                 progress=progress,
             )
+            return written
 
     aexport = _in_thread(export)
 
@@ -430,7 +534,9 @@ class Session(SessionView):
     def append(self, said: Said, *, read_ahead: bool = True) -> None:
         """Have messages said that nobody answers yet. They are read ahead while the engine is idle."""
         messages = said_messages(said)
+        self._keep_images(messages)
         with self._changing():
+            self._settle(None)
             base = self._history
             whole = base.transcript
             turn = Turn(
@@ -453,7 +559,7 @@ class Session(SessionView):
         options, _ = ChatOptions.split(settings)
         # A model without a template, a template that refuses the messages: they are said all the same.
         with suppress(PerdureError):
-            self._host.chat_format.settle_next(
+            self._host.chat_format.prefetch_next(
                 self._history.messages,
                 options,
                 namespace=self.namespace,
@@ -464,17 +570,18 @@ class Session(SessionView):
 
     @property
     def _conversation(self) -> str:
-        """What tells it from others where state has to be evicted. The lines of an agent's conversation are
-        one, so that a compaction takes the place of what came before it."""
+        """Its conversation id for eviction. The lines of an agent's conversation are one, so that a
+        compaction takes the place of what came before it."""
         if self.origin.get("agent"):
             return f"agent {self.name.partition('~')[0]}"
         return f"session {self._info.number} {self.name}"
 
-    def note(self, origin: Mapping[str, Any]) -> None:
-        """Add to what is written down of its origin. Entries that are not named here stay."""
+    def note(self, origin: Mapping[str, Any], *, bounded: bool = True) -> None:
+        """Add to what is written down of its origin. Entries that are not named here stay. What is not
+        `bounded` is no client's: a quota counts it, and does not refuse it."""
         with self._lock:
             self._check_there()
-            self._info = self._host.store.note(self._info, {**self._info.origin, **origin})
+            self._info = self._host.store.note(self._info, {**self._info.origin, **origin}, bounded=bounded)
 
     def rewind(self, turns: int = 1, *, to: int | None = None) -> None:
         """Go back by a number of turns, or to after turn number `to`."""
@@ -499,8 +606,9 @@ class Session(SessionView):
         for name, value in (("label", label), ("kind", kind)):
             if not isinstance(value, str) or not value:
                 raise InvalidInputError(f"a {name} is a text that is not empty, got {value!r}")
-        if not isinstance(note, str):
-            raise InvalidInputError(f"a note is a text, got {note!r}")
+        if not isinstance(note, str) or len(note) > NOTE_CHARACTERS:
+            got = f"one of {len(note)}" if isinstance(note, str) else repr(note)
+            raise InvalidInputError(f"a note is a text of at most {NOTE_CHARACTERS} characters, got {got}")
         with self._lock:
             self._check_there()
             self._refresh()
@@ -510,7 +618,7 @@ class Session(SessionView):
             return self._host.store.label(self._info, at, label, kind, note)
 
     def delete(self, *, turns: int | None = None) -> None:
-        """Forget the session, with `turns` only if it still has so many: nobody has gone on with it. Forks of
+        """Forget the session, with `turns` only if it still has so many: nobody has continued it. Forks of
         it, and memories, stay."""
         with self._changing():
             if turns is None or self.turns == turns:
@@ -533,9 +641,29 @@ class Session(SessionView):
     def _stream(self, pending: PendingTurn, base: History, messages: Sequence[Message]) -> TurnStream:
         """Have what is said behind `base` answered. What takes time is done here: render and tokenise."""
         pending.base, pending.said = base, messages
-        stream = Stream(self._turn(pending), self._host.backend.submit, waits=True)
+        stream = Stream(self._turn(pending), functools.partial(self._submit, pending), waits=True)
         pending.stream = weakref.ref(stream)
         return stream
+
+    def _submit(self, pending: PendingTurn, request: Request) -> OutputQueue:
+        """Queue a request of a turn. What is asked is on the disk before the first one."""
+        if pending.record is None:
+            self._keep_images(pending.said)
+            self._host.pending.write(self._owner(pending), pending, self._host.backend.model.digest)
+        output = self._host.backend.submit(request)
+        pending.submitted(request, output)
+        return output
+
+    def _keep_images(self, messages: Sequence[Message]) -> None:
+        """Have the files of images before a turn names them."""
+        for message in messages:
+            for _, image in message.images:
+                self._host.chat_format.keep_image(image, self.namespace)
+
+    def _owner(self, pending: PendingTurn) -> SessionInfo:
+        """The session that shows the turn while it is pending."""
+        follower = pending.extra.follower
+        return self._info if follower is None else follower.info
 
     def _turn(self, pending: PendingTurn) -> StreamPlan[ChatDelta, ChatReply]:
         """A turn as it happens: a summary first where the context is full, the reply, and its commit."""
@@ -543,19 +671,31 @@ class Session(SessionView):
         try:
             if settings.get("date") is None and self._host.chat_format.asks_date:
                 settings["date"] = base.date or extra.date or today()
-            fold = None
-            if settings.get("overflow") == "fold" and len(base):
-                fold = yield from make_room(
-                    self._host.chat_format,
-                    base,
-                    lambda: self._start,
-                    pending.said,
-                    namespace=self.namespace,
-                    settings=settings,
-                    deadline=pending.deadline,
-                )
+            fold = pending.fold
+            if fold is None and not pending.known and settings.get("overflow") == "fold" and len(base):
+                from perdure.chat.plans import SummaryInterrupted
+                from perdure.sessions.fold import cut_short, make_room
+
+                try:
+                    fold = yield from make_room(
+                        self._host.chat_format,
+                        base,
+                        lambda: self._start,
+                        pending.said,
+                        namespace=self.namespace,
+                        settings=settings,
+                        deadline=pending.deadline,
+                    )
+                except SummaryInterrupted as cut:
+                    self._leave(pending, "cancelled")
+                    return [cut_short(cut.reply)]
+                if fold is not None:
+                    # The rest of the reply depends on it, should it be resumed.
+                    pending.fold = fold
+                    self._host.pending.update(pending)
+            pending.answering = True
             messages = base.messages if fold is None else fold.messages
-            [exchange] = yield from self._host.chat_format.plan(
+            plan = self._host.chat_format.plan(
                 (*extra.preamble, *messages, *pending.said),
                 namespace=self.namespace,
                 known=self._usable_of(base) if fold is None else None,
@@ -563,12 +703,23 @@ class Session(SessionView):
                 conversation=self._conversation,
                 call_ids=extra.call_ids,
                 deadline=pending.deadline,
-                **settings,
+                **pending.drawn,
             )
+            if pending.known:
+                from perdure.chat.resume import resumed
+
+                plan = resumed(plan, pending.known, self._host.backend.model)
+            [exchange] = yield from plan
+            if extra.prompt_notes:
+                reply = replace(exchange.reply, notes=(*extra.prompt_notes, *exchange.reply.notes))
+                exchange = exchange._replace(reply=reply)
             self.last = self._commit(pending, fold, exchange)
             return [self.last]
-        except SummaryInterrupted as cut:
-            return [cut_short(cut.reply)]
+        except Exception as error:
+            pending.failed = f"{type(error).__name__}: {error}"
+            if pending.output is not None:
+                self._host.pending.leave(pending, pending.failed)
+            raise
         finally:
             # Also where its stream is dropped, and nobody asks for the reply.
             pending.release()
@@ -581,7 +732,8 @@ class Session(SessionView):
                 return replace(reply, not_kept="another turn began before this one was read to its end")
             self._pending = None
             cut = reply.finish_reason in ("cancelled", "error")
-            if cut and not (pending.keep_partial and reply.raw.tokens):
+            if cut and (pending.is_left or not (pending.keep_partial and reply.raw.tokens)):
+                self._leave(pending, reply.finish_reason)
                 return replace(reply, not_kept=f"the turn ended by {reply.finish_reason}")
             keep, more = added(base.transcript if fold is None else Transcript(), whole)
             before = fold.digest if fold is not None else base.place.digest
@@ -599,12 +751,17 @@ class Session(SessionView):
                 )
             except (StoreError, StateError, SessionError, InvalidInputError) as error:
                 # What was said was said: the caller has the reply, and learns that it will not last.
+                refused = isinstance(error, StoreError) and not isinstance(error, QuotaError)
+                if refused:
+                    self._host.pending.leave(pending, str(error))
+                else:
+                    self._host.pending.forget(pending)
                 if self.kind == RESPONSE:
                     with suppress(PerdureError):
-                        self.note({"not_kept": str(error)})
-                refused = isinstance(error, StoreError)
+                        self.note({"not_kept": str(error), "could_not": refused}, bounded=False)
                 return replace(reply, not_kept=str(error), could_not_be_kept=refused)
-            self._history = base.then(numbers, turns, whole, exchange.prompt.rendering)
+            self._host.pending.done(pending)
+            self._history = base.then(numbers, turns, whole, exchange.prompt.made.rendering)
             if follower is not None:
                 follower._follow(self._history, pending)
             # Going back or branching has others begin where this one was.
@@ -618,6 +775,13 @@ class Session(SessionView):
                 whole.tokens, self.namespace, self._conversation, adapters=pending.settings.get("adapters")
             )
         return replace(reply, kept=True)
+
+    def _leave(self, pending: PendingTurn, ended: str) -> None:
+        """A turn has ended before its end: it stays pending, unless its caller did that."""
+        if pending.is_interrupted:
+            self._host.pending.leave(pending, pending.why_left or ended)
+        else:
+            self._host.pending.forget(pending)
 
     # One at a time.
 
@@ -636,11 +800,19 @@ class Session(SessionView):
             if extra is not None:
                 pending.extra = extra
                 pending.refuse_kept(self.name)
+                if extra.head is not None and extra.head != pending.head:
+                    raise SessionBusyError(
+                        f"session {self.name!r} has moved on since its turns were compared: ask again"
+                    )
                 # Before any work: a turn that cannot be kept is not made.
                 if extra.follower is not None:
                     extra.follower._wait_for(pending)
+            if (record := self._host.store.pending(self._owner(pending))) is not None:
+                pending.replaced = record.origin
             yield pending
         except BaseException:
+            if pending.record is not None and pending.output is None:
+                self._host.pending.refused(self._owner(pending), pending)
             self._end(pending)
             raise
 
@@ -649,7 +821,7 @@ class Session(SessionView):
             self._take()
             info, store, history = self._info, self._host.store, self._history
             self._pending = pending = PendingTurn(
-                base=history, head=history.head, let_go=lambda: store.release(info)
+                base=history, head=history.head, unlock=lambda: store.release(info)
             )
             return pending
 
@@ -664,13 +836,13 @@ class Session(SessionView):
                     f"session {self.name!r} has moved on since this turn was asked for, so it cannot become "
                     "part of it: ask again"
                 )
-            info, store, first = self._info, self._host.store, pending.let_go
+            info, store, first = self._info, self._host.store, pending.unlock
 
-            def let_go() -> None:
+            def unlock() -> None:
                 first()
                 store.release(info)
 
-            pending.let_go = let_go
+            pending.unlock = unlock
             self._pending = pending
 
     def _follow(self, history: History, pending: PendingTurn) -> None:
@@ -699,8 +871,9 @@ class Session(SessionView):
         """Have the session as it is now, before all other threads and processes."""
         self._check_there()
         self._check_free()
-        if self._pending is not None:
-            self._pending.release()
+        before = self._pending
+        if before is not None:
+            before.release()
         if not self._host.store.take(self._info):
             raise SessionBusyError(
                 f"session {self.name!r} is answering another turn in another program: wait for it, or fork it"
@@ -710,6 +883,14 @@ class Session(SessionView):
         except BaseException:
             self._host.store.release(self._info)
             raise
+        if before is not None and before.record is not None:
+            if before.is_left:
+                # What follows reads what is written down.
+                self._host.pending.leave(before, before.why_left)
+            else:
+                # Its caller has gone on without it.
+                self._host.pending.forget(before)
+            self._pending = None
 
     def _check_free(self) -> None:
         if self._pending is not None and self._pending.is_running:
@@ -733,7 +914,7 @@ def _deltas(stream: TurnStream, keep_partial: bool) -> Generator[ChatDelta, None
 
 
 def today() -> str:
-    """The date that a template is told of a conversation that begins now."""
+    """The date that a template reads in a conversation that begins now."""
     return datetime.now().isoformat(timespec="seconds")
 
 

@@ -43,8 +43,8 @@ class StoreHost(Protocol):
 
 
 class SessionView:
-    """A session as it stands in the store. Turns are read when they are asked for. What another process has
-    made of it in the meantime is seen by whoever reads it next."""
+    """A session as it stands in the store. Turns are read when they are asked for. The next read sees what
+    another process has changed in the meantime."""
 
     def __init__(self, host: StoreHost, info: SessionInfo) -> None:
         self._host = host
@@ -54,7 +54,7 @@ class SessionView:
         self._history = History.at(place, self._reader())
         self._deleted = False
         if host.store.readonly:
-            # Somebody else may change it at any time.
+            # Another process may change it at any time.
             self._history.turns  # noqa: B018
 
     def __repr__(self) -> str:
@@ -167,17 +167,17 @@ class SessionView:
 
     def _refresh(self) -> None:
         """Take in what another process has made of the session. A store that cannot be read changes nothing:
-        whoever writes is told of it."""
+        the next write raises the error."""
         if self._deleted or not self._host.store.is_shared or self._host.store.readonly:
             return
-        # First without the lock, which somebody may hold for long: mostly there is nothing new.
+        # First without the lock, which another thread may hold for long: mostly there is nothing new.
         if self._is_current():
             return
         with self._lock, suppress(StoreError):
             if self._is_current():
                 return
-            now = self._host.store.find(self.namespace, self.name)
-            if now.number != self._info.number:
+            now = self._host.store.record(self.namespace, self.kind, self.name)
+            if not isinstance(now, SessionInfo) or now.number != self._info.number:
                 self._deleted = True
                 raise SessionNotFoundError(f"session {self.name!r} was deleted")
             self._info = now
@@ -217,7 +217,7 @@ class SessionView:
 
     def _stored_turns(self) -> Iterable[Turn]:
         """All its turns as they are now, which can be gone through several times: a page is in memory at
-        once, unless somebody else may change the store at any time."""
+        once, unless another process may change the store at any time."""
         history = self._history
         return history.turns if self._host.store.readonly else _StoredTurns(self, history.place.head)
 

@@ -10,6 +10,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,19 @@ from perdure.errors import (
     SessionError,
     SessionExistsError,
     SessionNotFoundError,
-    TemplateError,
 )
-from perdure.sessions.export import read_export
+from perdure.extension import part
 from perdure.sessions.history import TurnReference
-from perdure.sessions.importing import ImportResult, check_settings, take_state, why_not_tokens
 from perdure.sessions.info import SessionInfo, SessionMemory, Tree, check_session_name, parse_address
+from perdure.sessions.pending_record import PendingTurns
 from perdure.sessions.session import Session
-from perdure.sessions.store.base import RESPONSE, UNLISTED, SessionStore
+from perdure.sessions.store.base import RESPONSE, SessionStore
 from perdure.sessions.store.registry import open_store
-from perdure.sessions.turn import Turn, portable_settings, said_messages, transcript, without_tokens
+from perdure.sessions.turn import (
+    Turn,
+    check_settings,
+    said_messages,
+)
 
 _SAVED_AT_ONCE = 256
 """Tokens that a session has grown by when its state is next written."""
@@ -43,6 +47,20 @@ _AT_HAND, _AT_HAND_BYTES = 64, 32 << 20
 """Sessions whose turns stay in memory when nobody holds them."""
 _WEIGHED_EVERY = 4
 """Sessions that are opened between two weighings, while all weigh less than half of that."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportResult:
+    """A session that was imported: what was taken, and why not more."""
+
+    session: Session
+    turns: int
+    tokens: int
+    """Taken as they were; the next turn computes others from the text."""
+    state_tokens: int
+    """Whose state was taken."""
+    left_out: Mapping[str, str]
+    """`tokens` and `state`, each with the reason, where the file had some that were not taken."""
 
 
 class Sessions(Closing):
@@ -65,6 +83,7 @@ class Sessions(Closing):
         self.store = open_store(store, readonly=readonly)
         self._keep_open = keep_open
         self.memories = Memories(self.store, self._wake_at)
+        self.pending = PendingTurns(self.store, lambda tokens: self.chat_format.part(tokens))
         self._backend = backend
         self._make_chat_format = chat_format
         self._durable = store is not None and (not keep_open or self.store.transfers() is not None)
@@ -72,13 +91,15 @@ class Sessions(Closing):
         """Held while all the state of a session is in this process, on its way to or from a file."""
         self._closed = False
         self._lock = threading.RLock()
-        self._open: weakref.WeakValueDictionary[tuple[str, str], Session] = weakref.WeakValueDictionary()
-        self._at_hand: OrderedDict[tuple[str, str], tuple[Session, int]] = OrderedDict()
+        self._open: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
+        """By their numbers, which are never given out again."""
+        self._at_hand: OrderedDict[int, tuple[Session, int]] = OrderedDict()
         """Each with the bytes of its origin."""
         self._weighed, self._opened_since = 0, 0
         self._began = time.time(), time.monotonic()
 
     def close(self) -> None:
+        self.pending.close()
         self._closed = True
         if not self._keep_open:
             self.store.close()
@@ -87,6 +108,10 @@ class Sessions(Closing):
         """Refuse what is asked after `close`."""
         if self._closed:
             raise ClosedError("the runtime was closed, and its sessions with it: open it again")
+
+    @property
+    def has_model(self) -> bool:
+        return self._backend is not None and self._make_chat_format is not None
 
     @property
     def backend(self) -> Backend:
@@ -113,7 +138,7 @@ class Sessions(Closing):
         """The session of that name, or a new one. `agent` is the program that asks, if it is known."""
         self.check_open()
         if create and not self.store.has(namespace, name):
-            # Somebody else may be faster.
+            # Another process may be faster.
             with suppress(SessionExistsError):
                 return self.create(name, system=system, namespace=namespace, settings=settings, agent=agent)
         session = self._opened(self.store.find(namespace, name))
@@ -151,7 +176,7 @@ class Sessions(Closing):
         return self._opened(self.store.create(namespace, name, [start], settings=settings, origin=origin))
 
     def temporary_folder(self) -> tempfile.TemporaryDirectory[str]:
-        """A folder of its own for a file on its way in or out, which only the owner may enter."""
+        """A new folder for a file on its way in or out, which only the owner may enter."""
         place = self.store.transfers()
         with translate_os_errors(place or Path(tempfile.gettempdir())):
             return tempfile.TemporaryDirectory(prefix="session-", dir=place)
@@ -220,19 +245,32 @@ class Sessions(Closing):
                 namespace, name, head=history.head, digest=history.place.digest, kind=kind, origin=origin
             )
             session = self._opened(info)
-            session.stand_at(history, saved)
+            session.rebase(history, saved)
             return session
 
-    def expire_responses(self, seconds: float, *, kind: str = RESPONSE) -> None:
-        """Delete a few of the responses that were stored longer ago than that, or of another kind that is not
-        listed: a few more than one, so that whoever calls this with each new one keeps their number bounded
-        at a cost that does not grow."""
+    def response(self, name: str, namespace: str = "") -> Session:
+        """The stored response of that id, as the session whose last turn it is."""
+        self.check_open()
+        info = self.store.record(namespace, RESPONSE, name)
+        assert isinstance(info, SessionInfo)
+        return self._opened(info)
+
+    def expire(self, kind: str, seconds: float) -> None:
+        """Delete a few of the records of a kind that are older than that: a few more than one, so that a
+        caller with each new one keeps their number bounded at a cost that does not grow."""
         # A clock that was set meanwhile, ahead or right, ends nothing that is not old.
         now = min(time.time(), self._began[0] + time.monotonic() - self._began[1])
         for namespace, name in self.store.expired(now - seconds, limit=_EXPIRED_AT_ONCE, kind=kind):
             # One that is damaged, or in use, must not be in the way of a new one.
             with suppress(PerdureError):
-                self.delete(name, namespace)
+                record = self.store.record(namespace, kind, name)
+                if isinstance(record, SessionInfo):
+                    self._opened(record).delete()
+                elif self.store.take(record):
+                    try:
+                        self.store.delete(record)
+                    finally:
+                        self.store.release(record)
 
     def import_(
         self,
@@ -248,47 +286,10 @@ class Sessions(Closing):
         Tokens are taken if they stand for the text, state if this store wrote the file. With `trust_state`,
         state of another store is believed as well: nothing can prove that it is what the model would compute.
         """
-        export = read_export(Path(path), progress=progress)
-        check_session_name(export.name if name is None else name)
-        # Whoever wrote the file names no files here.
-        settings = portable_settings(export.settings)
-        check_settings(settings)
-        own = export.signed_by(self.store.key)
-        turns: Sequence[Turn] = export.turns
-        left_out: dict[str, str] = {}
-        why = "" if own else self._why_not_tokens(turns)
-        if why:
-            turns = without_tokens(turns)
-            if any(turn.added.tokens for turn in export.turns):
-                left_out["tokens"] = why
-        tokens = transcript(turns).tokens
-        session = self._opened(
-            self.store.create(
-                namespace,
-                export.name if name is None else name,
-                turns,
-                # A session that came in is listed, whatever it says to be.
-                kind=export.kind if export.kind not in UNLISTED else "session",
-                settings=settings,
-                origin={"how": "import", "session": export.name, "turn": len(turns) - 1},
-            )
+        result: ImportResult = part("sessions.import_", "upkeep")(
+            self, Path(path), name, namespace=namespace, trust_state=trust_state, progress=progress
         )
-        state = 0
-        if export.has_state:
-            if self._backend is None:
-                left_out["state"] = "no model was loaded to take it"
-            elif why:
-                left_out["state"] = f"its tokens were not taken: {why}"
-            elif not own and not trust_state:
-                left_out["state"] = "another store wrote it, and trust_state was not given"
-            else:
-                with self.moving_state:
-                    state, why = take_state(export, self._backend, turns, namespace, settings.get("adapters"))
-                if why:
-                    left_out["state"] = why
-        return ImportResult(
-            session=session, turns=session.turns, tokens=len(tokens), state_tokens=state, left_out=left_out
-        )
+        return result
 
     def copy(self, session: Session, name: str, *, replace: bool = False) -> Session:
         """A session of another runtime, with all its turns, under a name here; or in the place of the one
@@ -323,6 +324,7 @@ class Sessions(Closing):
         kind: str = "session",
     ) -> Session:
         check_session_name(name)
+        title = {each: session.origin[each] for each in ("title", "folder") if session.origin.get(each)}
         made = self._opened(
             self.store.create(
                 session.namespace,
@@ -332,7 +334,7 @@ class Sessions(Closing):
                 digest=place.digest,
                 kind=kind,
                 settings=session.settings,
-                origin={"how": how, "session": session.name, "turn": place.depth},
+                origin=title | {"how": how, "session": session.name, "turn": place.depth},
             )
         )
         made.saved = session.saved
@@ -340,11 +342,9 @@ class Sessions(Closing):
 
     def remove(self, session: Session) -> None:
         self.store.delete(session.info)
-        key = (session.namespace, session.name)
         with self._lock:
-            if self._open.get(key) is session:
-                del self._open[key]
-                self._at_hand.pop(key, None)
+            if self._open.pop(session.info.number, None) is not None:
+                self._at_hand.pop(session.info.number, None)
 
     def write_behind(
         self,
@@ -379,7 +379,7 @@ class Sessions(Closing):
         nothing to do: whatever dies then, only what is new is read again."""
         if self._durable:
             cache = self.backend.cache
-            self.chat_format.settler.then(
+            self.chat_format.prefetcher.then(
                 lambda: cache.save(tokens, namespace=namespace, adapters=adapters, conversation=conversation)
             )
 
@@ -403,28 +403,16 @@ class Sessions(Closing):
             )
         )
 
-    def _why_not_tokens(self, turns: Sequence[Turn]) -> str:
-        if self._backend is None or self._make_chat_format is None:
-            return why_not_tokens(turns, None, None)
-        try:
-            return why_not_tokens(turns, self.chat_format.tokenizer, self._backend.model)
-        except TemplateError as error:
-            return f"the model has no chat template to compare them with ({error})"
-
     def _opened(self, info: SessionInfo) -> Session:
         """The one object for a session. Which sessions there are is for the store to say."""
-        key = (info.namespace, info.name)
         with self._lock:
-            session = self._open.get(key)
-            if session is not None and session.info.number > info.number:
-                # It was deleted meanwhile, and its name has gone to a later one: this handle refuses.
-                return Session(self, info)
-            if session is None or session.info.number != info.number:
-                session = self._open[key] = Session(self, info)
-            self._keep_at_hand(key, session)
+            session = self._open.get(info.number)
+            if session is None:
+                session = self._open[info.number] = Session(self, info)
+            self._keep_at_hand(info.number, session)
             return session
 
-    def _keep_at_hand(self, key: tuple[str, str], session: Session) -> None:
+    def _keep_at_hand(self, key: int, session: Session) -> None:
         """Keep a session in memory, and let those go that were not asked for the longest. A stored response
         has its whole request in its origin: one that is large by itself is read again each time."""
         before, nbytes = self._at_hand.pop(key, (None, 0))
@@ -459,8 +447,10 @@ def _weight(value: Any) -> int:
 
 # Labelled turns of sessions, that can be woken by their address.
 
+_READ_AT_ONCE = 64
+"""Memories that are read at a time for a page of them."""
 _MANY = 20
-"""How many addresses are told where one must be chosen."""
+"""How many addresses the error lists where one must be chosen."""
 
 
 class Memories:
@@ -487,6 +477,37 @@ class Memories:
         return self._store.memories(
             namespace, label=label, kind=kind, session=session, text=text, limit=limit, after=last
         )
+
+    def page(
+        self,
+        *,
+        limit: int,
+        nbytes: int,
+        label: str | None = None,
+        kind: str | None = None,
+        text: str | None = None,
+        session: str | None = None,
+        namespace: str = "",
+        after: str | None = None,
+    ) -> tuple[list[SessionMemory], bool]:
+        """What `search` finds, up to `limit` memories and `nbytes` of them together, but one at least; and
+        whether there are more. A few are read at a time."""
+        page: list[SessionMemory] = []
+        last = self.get(after, namespace).number if after is not None else 0
+        size = 0
+        while True:
+            count = min(_READ_AT_ONCE, limit + 1 - len(page))
+            more = self._store.memories(
+                namespace, label=label, kind=kind, session=session, text=text, limit=count, after=last
+            )
+            for memory in more:
+                size += memory.nbytes
+                if page and (len(page) == limit or size > nbytes):
+                    return page, True
+                page.append(memory)
+            if len(more) < count:
+                return page, False
+            last = more[-1].number
 
     def get(self, address: str, namespace: str = "") -> SessionMemory:
         name, turn, label = parse_address(address)

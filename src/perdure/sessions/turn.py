@@ -25,6 +25,23 @@ FIRST = bytes(32)
 """What stands for the digest of the turn before the first."""
 _ENDINGS = ("", "stop", "length", "tool_calls", "repetition", "cancelled", "error")
 _encode = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
+_INTERNAL = frozenset(
+    {
+        "prompt",
+        "namespace",
+        "known",
+        "before",
+        "then",
+        "checkpoint_at",
+        "pins",
+        "cache_marks",
+        "visible_tokens",
+        "processors",
+        "sampling",
+    }
+    | {"grammar", "keep_partial", "deadline"}
+)
+"""What a turn can be asked for, but no session can keep."""
 _SCALARS = (str, int, float, bool, NoneType)
 _LARGEST = 2**63 - 1
 """The largest number that a column holds."""
@@ -143,7 +160,8 @@ class Turn:
             )
             turn._check_fields()
         except (KeyError, TypeError, ValueError, IndexError, OverflowError, AttributeError) as error:
-            raise CorruptStateError(f"not a turn of a session: {error!r}") from error
+            why = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+            raise CorruptStateError(f"not a turn of a session: {why}") from error
         return turn
 
     def _check_fields(self) -> None:
@@ -192,12 +210,20 @@ def said_messages(said: Said) -> list[Message]:
         said = {"role": "user", "content": said}
     messages = [said] if isinstance(said, (Message, Mapping)) else said
     # Nothing has looked at a Message that a caller made himself.
-    parsed = [Message.parse(each.to_dict() if isinstance(each, Message) else each) for each in messages]
+    parsed = [_parsed(each) for each in messages]
     if not parsed:
         raise InvalidInputError("a turn needs at least one message")
-    if any(message.role == "user" and not (message.content or "").strip() for message in parsed):
-        raise InvalidInputError("a message needs some text")
+    for message in parsed:
+        if message.role == "user" and not message.images and not (message.content or "").strip():
+            raise InvalidInputError("a message needs some text")
     return parsed
+
+
+def _parsed(value: Message | Mapping[str, Any]) -> Message:
+    if not isinstance(value, Message):
+        return Message.parse(value)
+    # What is said brings the files of its images.
+    return replace(Message.parse(value.to_dict()), images=value.images)
 
 
 def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,8 +233,17 @@ def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in settings.items():
         with suppress(TypeError, ValueError, RecursionError):
             scalar = type(value) in _SCALARS
-            plain[name] = _plain(value if scalar else json.loads(json.dumps(value)))
+            plain[name] = _plain(value if scalar else json.loads(json.dumps(value, default=_written)))
     return plain
+
+
+def _written(value: Any) -> Any:
+    """What a class that a reply is held to, or a function that is a tool, is written down as."""
+    from perdure.chat.message import Tool
+    from perdure.decode.sampling.grammar import written_schema
+
+    schema = written_schema(value)
+    return Tool.parse(value).to_dict() if schema is value else schema
 
 
 def portable_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -256,15 +291,6 @@ def digest_of(turn: Turn) -> bytes:
     digest.update(len(head).to_bytes(8, "little") + head)
     digest.update(pack_tokens(turn.added.tokens))
     return digest.digest()
-
-
-def without_tokens(turns: Sequence[Turn]) -> list[Turn]:
-    """The same conversation as text alone: its tokens are made anew from the messages."""
-    stripped: list[Turn] = []
-    for turn in turns:
-        before = stripped[-1].digest if stripped else FIRST
-        stripped.append(replace(turn, keep=(0, 0), added=Transcript(), model="", before=before))
-    return stripped
 
 
 def transcript(turns: Iterable[Turn]) -> Transcript:
@@ -373,3 +399,22 @@ def _pair(value: Any) -> tuple[int, int]:
     _check_whole(first)
     _check_whole(second)
     return first, second
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Raise unless a session with these settings can answer."""
+    # Not where turns are only listed: NumPy comes with them.
+    from perdure.chat.options import ChatOptions
+    from perdure.decode.request import Request
+
+    if unknown := _INTERNAL & set(settings):
+        raise InvalidInputError(f"these cannot be settings of a session: {', '.join(sorted(unknown))}")
+    try:
+        json.dumps(dict(settings), allow_nan=False).encode()
+        _, others = ChatOptions.split(settings)
+        if Request.of([0], **others).n != 1:
+            raise InvalidInputError("a turn has one reply; leave n at 1")
+    except InvalidInputError:
+        raise
+    except (TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise InvalidInputError(f"these cannot be settings of a session: {error}") from error

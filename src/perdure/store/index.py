@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from perdure.atomic import make_private
+from perdure import system
+from perdure.atomic import PRIVATE, make_private, translate_os_errors
 from perdure.checks import check_may_wait
 from perdure.errors import (
     StoreDamagedError,
@@ -21,6 +23,7 @@ from perdure.errors import (
     StoreReadOnlyError,
     StoreVersionError,
 )
+from perdure.events.background import BackgroundThread
 
 APPLICATION = 0x50455244
 """Marks the file as ours ("PERD")."""
@@ -71,7 +74,7 @@ _SCHEMA = "SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY type, na
 
 
 class _Key(NamedTuple):
-    """What tells the connections of this process apart. A file that took another's place is another one."""
+    """The key of a file's connections in this process. A file that replaced another is another one."""
 
     process: int
     path: str
@@ -81,6 +84,8 @@ class _Key(NamedTuple):
     version: int
 
 
+_PIECE = 64 << 10
+"""Bytes of a piece of the log's index, with what else a change needs at least."""
 _ERRORS = (UnicodeDecodeError, sqlite3.Error)
 """What a statement raises, apart from the mistakes of a caller."""
 
@@ -96,9 +101,15 @@ class _Connections:
     reading: threading.RLock = field(default_factory=threading.RLock)
     changer: int | None = None
     """The thread whose transaction is open."""
+    deleted: bool = True
+    """Whether rows may still lie in the log that were deleted, also by a process that was killed."""
     users: int = 0
+    copied: bool = False
+    """Whether what is read is a copy of an older index, as it was when that was opened."""
 
 
+_BUSY = 30
+"""Seconds that a connection waits for another process."""
 _OPEN: dict[_Key, _Connections] = {}
 _OPENING = threading.RLock()
 """Held while a database is created, opened or closed in this process. POSIX drops all locks that a process
@@ -120,8 +131,9 @@ class Index:
     """The index of one store, for any thread.
 
     A change is on the disk when `writing` ends, or it never happened. Reading waits for no writer: it has a
-    connection of its own, which sees what was there before the change until the change is whole. All indexes
-    of one file in one process share their connections.
+    separate connection, which sees what was there before the change until the change is whole. All indexes
+    of one file in one process share their connections. To read an older one does not change it: a copy is
+    migrated and read.
     """
 
     def __init__(
@@ -132,12 +144,18 @@ class Index:
         migrations: Sequence[str] | None = None,
         functions: Mapping[str, Callable[..., Any]] | None = None,
         advice: str = "`perdure cache verify` rebuilds it from the files beside it",
+        erases: bool = False,
+        before_migration: Callable[[Index, int], None] | None = None,
     ) -> None:
-        """Without a path, in memory. `functions` are for its SQL, `advice` is for who finds it damaged."""
+        """Without a path, in memory. `functions` are for its SQL, `advice` is for the error of a damaged
+        index. With `erases`, what is deleted is in none of its files once the change is made.
+        `before_migration` is called with the version of an older one that is about to be changed."""
         self._path = path
+        self._erases = erases
         self._migrations = tuple(MIGRATIONS if migrations is None else migrations)
         self._functions = functions or {}
         self._advice = advice
+        self._before_migration = before_migration
         self.readonly = readonly
         self.created = False
         """Whether there was no index before."""
@@ -162,6 +180,7 @@ class Index:
                 try:
                     yield
                     shared.writer.execute("COMMIT")
+                    self._erase(shared)
                 finally:
                     shared.changer = None
                     # Some errors end a transaction by themselves, others leave it open.
@@ -173,6 +192,12 @@ class Index:
 
     def run(self, statement: str, *values: Any) -> None:
         """One statement of the transaction that `writing` has open."""
+        self.replace(statement, *values)
+        if statement.startswith("DELETE"):
+            self._connections.deleted = True
+
+    def replace(self, statement: str, *values: Any) -> None:
+        """`run` for a deletion of words that are kept elsewhere: nothing is erased for it."""
         shared = self._connections
         if shared.writer is None or shared.changer != threading.get_ident():
             raise StoreError("a change of the index belongs into a transaction")
@@ -180,6 +205,29 @@ class Index:
             shared.writer.execute(statement, values)
         except _ERRORS as error:
             raise self._store_error(error) from error
+
+    def vacuum(self) -> None:
+        """Leave nothing of deleted rows in the file, nor in its log. Not within a transaction."""
+        shared = self._open_connections()
+        with self._typed(), shared.changing, shared.reading:
+            assert shared.writer is not None
+            shared.writer.execute("VACUUM")
+            shared.writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+
+    def _erase(self, shared: _Connections) -> None:
+        """Empty the log of a database with deleted rows. While another connection reads, that is left to the
+        next change, or to the end: nobody waits for a reader."""
+        if not (self._erases and shared.deleted and shared.writer is not None):
+            return
+        shared.writer.execute("PRAGMA busy_timeout = 0")
+        try:
+            busy = shared.writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+        except sqlite3.Error:
+            # The change is made: a log that cannot be emptied now is emptied later.
+            return
+        finally:
+            shared.writer.execute(f"PRAGMA busy_timeout = {_BUSY * 1000}")
+        shared.deleted = bool(busy)
 
     def rows(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
         """What is there; inside a transaction, with its changes so far."""
@@ -215,16 +263,32 @@ class Index:
             raise self._damaged("its tables are not as they were made")
 
     def connect_reader(self) -> sqlite3.Connection | None:
-        """One more connection for reading, of whoever asked for it. None where all is in memory."""
-        if self._path is None:
+        """One more connection for reading, which the caller closes. None where there is one copy alone."""
+        shared = self._open_connections()
+        if self._path is None or shared.copied:
             return None
-        writer = self._open_connections().writer
         with self._typed():
-            return self._connect("mode=rw") if writer is not None else self._open_for_reading()
+            return self._connect("mode=rw") if shared.writer is not None else self._connect_to_read()[0]
+
+    def copy_to(self, path: Path) -> None:
+        """Copy the database into a new file, of whatever version it is, as it is between two changes."""
+        with translate_os_errors(path):
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | system.BINARY, PRIVATE))
+        try:
+            with self._typed():
+                source, _ = self._connect_to_read()
+                with closing(source), closing(sqlite3.connect(path)) as copy:
+                    source.backup(copy)
+                    copy.execute("PRAGMA journal_mode = DELETE")
+        except BaseException:
+            for suffix in ("", "-wal", "-shm", "-journal"):
+                with suppress(OSError):
+                    path.with_name(path.name + suffix).unlink(missing_ok=True)
+            raise
 
     @contextmanager
     def reading_apart(self) -> Iterator[Callable[..., list[tuple[Any, ...]]]]:
-        """`rows` over a connection of its own, for what takes long: nobody else waits for it."""
+        """`rows` over a separate connection, for long queries: nobody else waits for them."""
         db = self.connect_reader()
         if db is None:
             yield self.rows
@@ -278,14 +342,19 @@ class Index:
         key = _Key(os.getpid(), real, known.st_dev, known.st_ino, self.readonly, len(self._migrations))
         if key in _OPEN:
             return _OPEN[key]
-        writer = None if self.readonly else self._open_for_writing()
+        writer, copied = (None if self.readonly else self._open_for_writing()), False
         try:
-            reader = self._open_for_reading() if writer is None else self._connect("mode=rw")
+            if writer is None:
+                reader, copied = self._open_for_reading()
+            else:
+                reader = self._connect("mode=rw")
         except BaseException:
             if writer is not None:
                 writer.close()
             raise
-        shared = _OPEN[key] = _Connections(writer, reader, key=key)
+        shared = _OPEN[key] = _Connections(writer, reader, key=key, copied=copied)
+        with shared.changing:
+            self._erase(shared)
         return shared
 
     def _open_for_writing(self) -> sqlite3.Connection:
@@ -294,12 +363,17 @@ class Index:
             # Looked at before anything is changed: it may not be ours.
             version = self._version(db)
             self.created = not version
+            if self._before_migration is not None and 0 < version < len(self._migrations):
+                self._before_migration(self, version)
             db.execute("PRAGMA journal_mode = WAL")
             db.execute("PRAGMA synchronous = FULL")
             # macOS's plain fsync leaves bytes in the drive's own memory; elsewhere these do nothing.
             db.execute("PRAGMA fullfsync = ON")
             db.execute("PRAGMA checkpoint_fullfsync = ON")
             db.execute("PRAGMA foreign_keys = ON")
+            if self._erases:
+                # Else what was deleted lies in free pages until something else is written there.
+                db.execute("PRAGMA secure_delete = ON")
             for number in range(version, len(self._migrations)):
                 _migrate(db, number, self._migrations[number])
         except BaseException:
@@ -307,7 +381,16 @@ class Index:
             raise
         return db
 
-    def _open_for_reading(self) -> sqlite3.Connection:
+    def _open_for_reading(self) -> tuple[sqlite3.Connection, bool]:
+        """A connection, and whether it is to a copy of an older index."""
+        db, version = self._connect_to_read()
+        if version == len(self._migrations):
+            return db, False
+        with closing(db):
+            return self._migrated_copy(db, version), True
+
+    def _connect_to_read(self) -> tuple[sqlite3.Connection, int]:
+        """A connection to the file as it is, and its version."""
         assert self._path is not None, "nobody else writes to what is in memory"
         try:
             return self._checked("mode=ro")
@@ -317,24 +400,36 @@ class Index:
                 raise
             return self._checked("mode=ro&immutable=1")
 
-    def _checked(self, mode: str) -> sqlite3.Connection:
+    def _checked(self, mode: str) -> tuple[sqlite3.Connection, int]:
         db = self._connect(mode)
         try:
-            version = self._version(db)
-            if version < len(self._migrations):
-                raise StoreReadOnlyError(f"{self._path} must be migrated first: open it once for writing")
+            return db, self._version(db)
         except BaseException:
             db.close()
             raise
-        return db
 
-    def _connect(self, mode: str) -> sqlite3.Connection:
+    def _migrated_copy(self, source: sqlite3.Connection, version: int) -> sqlite3.Connection:
+        """In a file without a name, which the system removes however this process ends."""
+        copy = self._connect(None)
+        try:
+            source.backup(copy)
+            for number in range(version, len(self._migrations)):
+                _migrate(copy, number, self._migrations[number])
+            self.check(reader=copy)
+        except BaseException:
+            copy.close()
+            raise
+        return copy
+
+    def _connect(self, mode: str | None) -> sqlite3.Connection:
+        """In a mode of SQLite's addresses; without one, to a new database that only this connection sees."""
+        named = f"{self._path.absolute().as_uri()}?{mode}" if self._path is not None else ":memory:"
         db = sqlite3.connect(
-            f"{self._path.absolute().as_uri()}?{mode}" if self._path is not None else ":memory:",
+            named if mode is not None else "",
             uri=True,
             check_same_thread=False,
             isolation_level=None,
-            timeout=30,
+            timeout=_BUSY,
         )
         for name, function in self._functions.items():
             db.create_function(name, -1, function, deterministic=True)
@@ -371,7 +466,8 @@ class Index:
         if isinstance(error, sqlite3.ProgrammingError):
             return StoreError(f"the index {self._path} cannot be used: {error}")
         name = getattr(error, "sqlite_errorname", None) or "SQLITE_ERROR"
-        if name.startswith("SQLITE_FULL"):
+        # What SQLite maps into memory fails as a broken disk does where there is no room for it.
+        if name.startswith("SQLITE_FULL") or (name.startswith("SQLITE_IOERR") and self._disk_is_full()):
             return StoreFullError(f"the disk is full: no room for {self._path}. Free some space", needed=0)
         if name.startswith(("SQLITE_READONLY", "SQLITE_PERM", "SQLITE_CANTOPEN", "SQLITE_AUTH")):
             return StoreReadOnlyError(f"cannot open {self._path}: {error}")
@@ -379,6 +475,12 @@ class Index:
         if name in ("SQLITE_ERROR", "SQLITE_NOTADB") or name.startswith(("SQLITE_CORRUPT", "SQLITE_CONS")):
             return self._damaged(error)
         return StoreError(f"the index {self._path} failed: {error}")
+
+    def _disk_is_full(self) -> bool:
+        """Whether a piece of SQLite's shared memory has no room beside the file any more."""
+        with suppress(OSError):
+            return self._path is not None and shutil.disk_usage(self._path.parent).free < _PIECE
+        return False
 
     def _damaged(self, why: object) -> StoreDamagedError:
         return StoreDamagedError(f"the index {self._path} is damaged ({why}): {self._advice}")
@@ -402,8 +504,8 @@ def _migrate(db: sqlite3.Connection, number: int, statements: str) -> None:
 class TableCheck:
     """Whether every row of some tables is found through each of their indexes.
 
-    It takes longer the more rows there are, so opening a store does not wait for it. Who relies on a row not
-    being there waits: what is found proves itself, what is missed does not.
+    It takes longer the more rows there are, so opening a store does not wait for it. A caller that relies on
+    a row not being there waits: what is found proves itself, what is missed does not.
     """
 
     def __init__(self, index: Index, tables: Sequence[str]) -> None:
@@ -417,7 +519,7 @@ class TableCheck:
             # What nobody wrote to a disk was not damaged there.
             self._done.set()
             return
-        self._thread = threading.Thread(target=self._run, name="perdure-check", daemon=True)
+        self._thread = BackgroundThread(self._run, name="perdure-check")
         self._thread.start()
 
     def wait(self) -> None:
@@ -444,5 +546,9 @@ class TableCheck:
                 self._index.check(table, self._reader)
         except StoreError as error:
             self._error = error
+        except BaseException as error:
+            # What was not checked is not taken for sound.
+            self._error = StoreError(f"the tables could not be checked: {error!r}")
+            raise
         finally:
             self._done.set()

@@ -14,7 +14,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from perdure import system
-from perdure.atomic import atomic_write, make_folder, translate_os_errors
+from perdure.atomic import atomic_write, make_folder, read_text, translate_os_errors
 from perdure.errors import StoreLockedError
 
 _FILE, _LOCK, _SOCKET = "sessions.holder", "sessions.lock", "sessions.socket"
@@ -81,9 +81,9 @@ def write_owner(folder: Path, *, socket: str = "") -> StoreOwner:
 
 
 def read_owner(folder: Path) -> StoreOwner | None:
-    """Who said last that it has the store, if anybody did. Only of use where the store is locked."""
+    """The process that wrote last that it has the store, if any. Only of use where the store is locked."""
     try:
-        record = json.loads((folder / _FILE).read_text(encoding="utf-8"))
+        record = json.loads(read_text(folder / _FILE))
         return StoreOwner(
             pid=int(record["pid"]),
             command=str(record["command"]),
@@ -95,14 +95,14 @@ def read_owner(folder: Path) -> StoreOwner | None:
 
 
 def described(folder: Path) -> str:
-    """Who has a store that is locked, in words."""
+    """The process that has a locked store, in words."""
     holder = read_owner(folder)
     return str(holder) if holder is not None else "another process or another runtime of this one"
 
 
 def _address(folder: Path) -> str:
     """Where to serve others: beside the store, or where that path is too long for a socket, in a private
-    folder of its own."""
+    folder."""
     if not system.LOCAL_SOCKETS:
         return ""
     beside = str((folder / _SOCKET).absolute())

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from perdure import system
-from perdure.backend import Backend
+from perdure.backend import Backend, BackendState, BlockStorage, Health
 from perdure.errors import ClosedError, EngineError, PerdureError, StoreLockedError
+from perdure.events.background import BackgroundThread
 from perdure.store.owner import StoreLock, StoreOwner, read_owner
 from perdure.worker.connection import Connection
-from perdure.worker.listener import GREETING, Listener
-from perdure.worker.process import UNRESPONSIVE, ExitInfo, Health, State
-from perdure.worker.protocol import Leaving, Welcome
+from perdure.worker.listener import Listener
+from perdure.worker.process import UNRESPONSIVE, ExitInfo
+from perdure.worker.protocol import GREETING, Leaving, Welcome
 from perdure.worker.remote import BackendClient
 
 log = logging.getLogger("perdure.store")
@@ -27,7 +28,7 @@ log = logging.getLogger("perdure.store")
 _NAP = 0.05
 _TICK = 1.0
 _UNKNOWN = 2.0
-"""Seconds for a process that has just locked a store to say who it is."""
+"""Seconds for a process that has just locked a store to write its name."""
 _START = 300.0
 """Seconds for it to have its model loaded."""
 _QUEUE = 256
@@ -51,13 +52,13 @@ Check = Callable[[Link], None]
 """Raises `StoreLockedError` where the engine at the other end is not the one that is wanted."""
 
 
-def hold_or_attach(
+def lock_or_attach(
     folder: Path, check: Check, build: Callable[[int], Backend], settings: Mapping[str, Any]
 ) -> StoreLock | AttachedBackend:
     """The right to run the engine of a store, or where another process has it, a backend on that one's.
 
     `build` makes a backend of this process, for requests of at least so many tokens, when its turn comes;
-    `settings` are those that others are told then.
+    `settings` are those that other processes get then.
     """
     link = _find(folder)
     if isinstance(link, StoreLock):
@@ -72,10 +73,12 @@ def hold_or_attach(
 
 class AttachedBackend(BackendClient):
     """The engine of another process. When that one leaves or dies, the next one has the store: this process,
-    with an engine of its own, or another one that waited too.
+    with a new engine, or another one that waited too.
 
     Requests of which nothing had come are asked again there; others end with an error that says so.
     """
+
+    is_attached = True
 
     no_processors = "stop the process that has the store, or use another store"
 
@@ -89,13 +92,14 @@ class AttachedBackend(BackendClient):
     ) -> None:
         super().__init__(_QUEUE)
         self._folder = folder
+        self.storage = BlockStorage(folder=folder)
         self._settings = settings
         self._check = check
         self._build = build
         self._changed = threading.Condition()
         self._closing = threading.Event()
         self._wanted = False
-        self._state: State = "ready"
+        self._state: BackendState = "ready"
         self._moves = 0
         self._last_death: str | None = None
         self._since = time.monotonic()
@@ -103,7 +107,7 @@ class AttachedBackend(BackendClient):
         self._link = link
         self._handshake(link.welcome.ready)
         self._pending.connect(link.connection, self.slots, self._handle_other)
-        self._thread = threading.Thread(target=self._run, name="perdure-attached", daemon=True)
+        self._thread = BackgroundThread(self._run, name="perdure-attached")
         self._thread.start()
 
     @property
@@ -134,7 +138,7 @@ class AttachedBackend(BackendClient):
                 uptime=time.monotonic() - self._since if self._state == "ready" else None,
             )
 
-    def _shown_state(self) -> State:
+    def _shown_state(self) -> BackendState:
         if self._state != "ready" or self._pending.silence < UNRESPONSIVE:
             return self._state
         return "unresponsive"
@@ -155,7 +159,7 @@ class AttachedBackend(BackendClient):
             backend.close()
             lock.release()
 
-    def _request_start(self) -> None:
+    def start(self) -> None:
         if self._state == "failed":
             with self._changed:
                 self._wanted = True
@@ -173,7 +177,7 @@ class AttachedBackend(BackendClient):
                 self._leave(self._link.holder)
                 if not self._move():
                     return
-        except Exception as defect:
+        except BaseException as defect:
             # Nobody may be left waiting for a thread that is gone.
             error = EngineError(f"the thread that talks to the engine's process ended: {defect!r}")
             raise
@@ -218,8 +222,7 @@ class AttachedBackend(BackendClient):
                 self._link = link
                 self._moves += 1
                 self._since = time.monotonic()
-                ready = link.welcome.ready
-                self.n_ctx, self.slots, self.exact = ready.n_ctx, ready.slots, ready.exact
+                self._ready = link.welcome.ready
                 if self._closing.is_set():
                     link.connection.close()
                     return False
@@ -261,7 +264,7 @@ class AttachedBackend(BackendClient):
             )
 
     def _give_up(self, error: Exception) -> None:
-        """Tell everyone who waits, and rest until somebody asks again."""
+        """End all waiting requests, and rest until the next one."""
         with self._changed:
             self._wanted = False
             self._state = "failed"
@@ -271,14 +274,14 @@ class AttachedBackend(BackendClient):
                 self._changed.wait()
             self._state = "restarting"
 
-    def _set(self, state: State) -> None:
+    def _set(self, state: BackendState) -> None:
         with self._changed:
             self._state = state
             self._changed.notify_all()
 
 
 def _find(folder: Path, closing: threading.Event | None = None) -> StoreLock | Link:
-    """The lock of a store, or a connection to who has it. One that is still starting is waited for."""
+    """The lock of a store, or a connection to its owner. An owner that is still starting is waited for."""
     began = time.monotonic()
     while True:
         try:
@@ -355,7 +358,7 @@ def _built(build: Callable[[], Backend]) -> Backend:
 
 
 def check_settings(link: Link, folder: Path, own_settings: Mapping[str, Any], n_ctx: int | None) -> None:
-    """Refuse an engine that was opened otherwise than somebody asks for here."""
+    """Refuse an engine that was opened with other settings than are asked for here."""
     ready, settings = link.welcome.ready, link.welcome.settings
     has = f"the store {folder} is in use by {link.holder}"
     if n_ctx is not None and n_ctx > ready.n_ctx:

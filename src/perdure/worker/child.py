@@ -15,9 +15,10 @@ import threading
 
 from perdure import system
 from perdure.backend import LocalBackend
-from perdure.config import N_CTX, SLOTS
 from perdure.engine import registry
 from perdure.errors import ClosedError
+from perdure.events.background import FAILURES, BackgroundThread
+from perdure.extension import imported
 from perdure.worker.connection import Connection
 from perdure.worker.protocol import Close, Failed, Line, Pulse, Setup
 from perdure.worker.service import RequestService, portable
@@ -39,7 +40,7 @@ class Child:
     def serve(self) -> None:
         """Until the parent says close. EOFError where it is gone."""
         self._connection.send(self._service.ready())
-        threading.Thread(target=self._pulse, name="perdure-pulse", daemon=True).start()
+        BackgroundThread(self._pulse, name="perdure-pulse", restart=True).start()
         while not isinstance(message := self._connection.receive(), Close):
             self._service.handle(message)
         self._closing.set()
@@ -55,7 +56,7 @@ class Child:
                 self._check_engine(error)
                 return
             rounds += 1
-            self._connection.send(Pulse(rounds, self._service.progress()))
+            self._connection.send(Pulse(rounds, self._service.progress(), dict(FAILURES)))
 
     def _check_engine(self, error: BaseException) -> None:
         """Only a defect of ours ends the engine thread, and then nothing works here: a new process has a
@@ -106,12 +107,10 @@ def main(fd: int) -> None:
 
 
 def _build(setup: Setup) -> LocalBackend:
-    settings = setup.settings
-    cells = registry.cells(settings.get("n_ctx", N_CTX), settings.get("slots", SLOTS), settings)
-    engine: registry.Engine = registry.imported(setup.engine)
-    model = engine.open(setup.model, cells=cells, **setup.loading)
+    engine: registry.Engine = imported(setup.engine)
+    model = engine.open(setup.model, cells=registry.cells(setup.config), **setup.config.loading)
     try:
-        return LocalBackend(model, own_model=True, **setup.settings)
+        return LocalBackend(model, setup.config, storage=setup.storage, own_model=True)
     except BaseException:
         model.close()
         raise

@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from perdure.events.background import BackgroundThread
+
 _HEAD = struct.Struct("<Q")
 _READ = 1 << 18
 _LOOK = 500
@@ -25,7 +27,7 @@ class Connection:
     """One end of a socket pair.
 
     Always holds: `send` waits for nobody, neither for the other side nor for another sender, so the engine
-    thread may call it. What is sent over a connection that is cut is dropped: whoever reads learns of it.
+    thread may call it. Messages to a connection that is cut are dropped: the reader learns of the cut.
     One thread at a time receives.
     """
 
@@ -74,7 +76,7 @@ class Connection:
         return bool(self._readable.poll(None if timeout is None else max(0.0, timeout) * 1000))
 
     def duplicate(self) -> int:
-        """A descriptor of the same socket, for who watches it; whoever asks closes it."""
+        """A descriptor of the same socket, for a selector; the caller closes it."""
         return os.dup(self._socket.fileno())
 
     def flush(self, timeout: float) -> None:
@@ -86,11 +88,11 @@ class Connection:
                     self._await_room()
             finally:
                 self._sending.release()
-            # What had no room in time, or was left here meanwhile by who found it locked.
+            # Frames that had no room in time, or that other senders left while it was locked.
             self._send_what_is_left()
 
     def cut(self) -> None:
-        """End the connection from any thread: both sides read its end. Whoever receives closes it."""
+        """End the connection from any thread: both sides read its end. The thread that receives closes it."""
         self._cut = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -135,8 +137,8 @@ class Connection:
         return size
 
     def _send_what_is_left(self) -> None:
-        """Unless somebody does. Whoever has the lock sends what all others have left here: another thread, or
-        this one, where the garbage collector runs a finaliser that sends in the middle of a send."""
+        """Unless a thread does already. The thread with the lock sends all that others left here: another
+        one, or this one, where the garbage collector runs a finaliser that sends in the middle of a send."""
         while self._frames and self._sending.acquire(blocking=False):
             handed_on = False
             try:
@@ -148,7 +150,7 @@ class Connection:
     def _hand_on(self) -> bool:
         """Have a thread wait in the sender's place: whether it has the lock now."""
         try:
-            threading.Thread(target=self._drain, name="perdure-connection", daemon=True).start()
+            BackgroundThread(self._drain, name="perdure-connection").start()
         except RuntimeError:
             # No thread is to be had: better to wait here than to lose what was said.
             while not self._push():
@@ -157,7 +159,7 @@ class Connection:
         return True
 
     def _drain(self) -> None:
-        """Wait in the senders' place. It has the lock from whoever started it."""
+        """Wait in the senders' place. It has the lock from the sender that started it."""
         has_lock = True
         while has_lock:
             try:
@@ -165,7 +167,7 @@ class Connection:
                     self._await_room()
             finally:
                 self._sending.release()
-            # Somebody may have left something meanwhile, and found it locked.
+            # Another sender may have left a frame meanwhile, and found it locked.
             has_lock = bool(self._frames) and self._sending.acquire(blocking=False)
 
     def _push(self) -> bool:

@@ -10,34 +10,29 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perdure import system
 from perdure.backend import Backend
+from perdure.events.background import BackgroundThread
 from perdure.store.owner import StoreOwner
-from perdure.worker.connection import Connection
-from perdure.worker.protocol import Cancel, Leaving, Pulse, Welcome
-from perdure.worker.service import RequestService
+
+if TYPE_CHECKING:
+    from perdure.worker.connection import Connection
+    from perdure.worker.guest import Guest
 
 log = logging.getLogger("perdure.store")
 
-GREETING = ("perdure", version("perdure"))
-"""What is sent first, in a form that every version reads: only equals go on from there."""
 _GRACE = 20.0
 """Seconds for the replies of others to finish when this process leaves."""
 _NAP = 0.1
-_PULSE = 0.5
-"""Seconds after which others hear how far their prompts are."""
-_IDLE_PULSE = 2.0
-"""Seconds after which others hear that this process is there, while they ask nothing of it."""
 
 
 class Listener:
     """Serves a backend on a socket that only its owner may use.
 
-    Always holds: a process of another user gets nothing; whoever goes away has his requests cancelled; once
-    `close` has begun, nothing more is taken, and what is running has some time to finish.
+    Always holds: a process of another user gets nothing; a client that leaves has its requests cancelled;
+    once `close` has begun, nothing more is taken, and what is running has some time to finish.
     """
 
     def __init__(self, holder: StoreOwner, backend: Backend, settings: Mapping[str, Any]) -> None:
@@ -45,14 +40,16 @@ class Listener:
         self._settings = dict(settings)
         self._leaving = threading.Event()
         self._changing = threading.Lock()
-        self._services: dict[Connection, RequestService] = {}
+        self._guests: set[Guest] = set()
         self._socket = _bound(holder.socket)
         self._wake, self._woken = socket.socketpair()
-        self._thread = threading.Thread(target=self._accept, name="perdure-listener", daemon=True)
+        self._thread = BackgroundThread(self._accept, name="perdure-listener", restart=True)
         self._thread.start()
 
     def connect(self) -> Connection:
         """A connection from this very process."""
+        from perdure.worker.connection import Connection
+
         here, there = socket.socketpair()
         self._start(there)
         return Connection(here)
@@ -65,17 +62,16 @@ class Listener:
         self._wake.send(b"!")
         self._thread.join()
         with self._changing:
-            services = dict(self._services)
-        for connection in services:
-            connection.send(Leaving())
+            guests = set(self._guests)
+        for guest in guests:
+            guest.announce_leaving()
         end = time.monotonic() + grace
         try:
-            while any(service.busy for service in services.values()) and time.monotonic() < end:
+            while any(guest.busy for guest in guests) and time.monotonic() < end:
                 time.sleep(_NAP)
         finally:
-            for connection in services:
-                connection.flush(_NAP)
-                connection.cut()
+            for guest in guests:
+                guest.cut(_NAP)
             for each in (self._socket, self._wake, self._woken):
                 if each is not None:
                     each.close()
@@ -87,50 +83,27 @@ class Listener:
                 continue
             with suppress(OSError):
                 end, _ = self._socket.accept()
-                if system.is_own_peer(end):
+                try:
+                    own = system.is_own_peer(end)
+                except BaseException:
+                    end.close()
+                    raise
+                if own:
                     self._start(end)
                 else:
                     log.warning("a process of another user asked for the engine of the store: refused")
                     end.close()
 
     def _start(self, end: socket.socket) -> None:
-        threading.Thread(
-            target=self._serve, args=(Connection(end),), name="perdure-service", daemon=True
-        ).start()
+        BackgroundThread(self._serve, end, name="perdure-service").start()
 
-    def _serve(self, connection: Connection) -> None:
-        service = RequestService(connection, self._backend)
-        with self._changing:
-            if self._leaving.is_set():
-                connection.close()
-                return
-            self._services[connection] = service
-        try:
-            connection.send(GREETING)
-            connection.send(Welcome(ready=service.ready(), settings=self._settings))
-            due = time.monotonic() + _PULSE
-            while True:
-                try:
-                    message = connection.receive(max(0.0, due - time.monotonic()))
-                except TimeoutError:
-                    message = None
-                if time.monotonic() >= due:
-                    connection.send(Pulse(0, service.progress()))
-                    due = time.monotonic() + (_PULSE if service.busy else _IDLE_PULSE)
-                if message is None:
-                    continue
-                # What came too late is asked again of whoever has the store next.
-                if isinstance(message, Cancel) or not self._leaving.is_set():
-                    service.handle(message)
-        except EOFError:
-            pass
-        except Exception:
-            log.exception("another process that uses the store is not understood")
-        finally:
-            with self._changing:
-                self._services.pop(connection, None)
-            service.close()
-            connection.close()
+    def _serve(self, end: socket.socket) -> None:
+        # Loaded when another process comes; most programs have a store for themselves.
+        from perdure.worker.guest import Guest
+
+        # Whatever happens here, the other process does not wait for an answer.
+        with end:
+            Guest(end, self._backend, self._settings).serve(self._guests, self._changing, self._leaving)
 
 
 def _bound(address: str) -> socket.socket | None:
@@ -142,7 +115,7 @@ def _bound(address: str) -> socket.socket | None:
         with suppress(FileNotFoundError):
             os.unlink(address)
         end.bind(address)
-        # Whoever is faster than this is still asked who he is.
+        # A client that connects before this line is still asked for its user.
         os.chmod(address, 0o600)
         end.listen(64)
     except OSError as error:

@@ -138,7 +138,7 @@ class LoopReader:
         self._reader = reader
         self._connection = connection
         self._handle = handle
-        # One of its own: the loop may look at it for a moment longer than the connection is open.
+        # A duplicate: the loop may poll it for a moment longer than the connection is open.
         self._descriptor: int | None = connection.duplicate()
 
     def begin(self) -> None:

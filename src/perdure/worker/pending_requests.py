@@ -61,10 +61,10 @@ class Sample:
 class PendingRequest(OutputQueue):
     """The output queue of a request that another process answers, over all its tries.
 
-    Always holds: it is finished once; what was pushed is in the replies, whoever finishes it; once a reader
-    could have seen a part of it, it is not tried again. Only the thread that reads from the engine's process
-    delivers and ends it, so nobody holds a lock while a reader's queue is touched. Text that was held back in
-    a process that died, such as half a character, is lost with it; its tokens are not.
+    Always holds: it is finished once; what was pushed is in the replies, whichever thread finishes it; once a
+    reader could have seen a part of it, it is not tried again. Only the thread that reads from the engine's
+    process delivers and ends it, so nobody holds a lock while a reader's queue is touched. Text that was held
+    back in a process that died, such as half a character, is lost with it; its tokens are not.
     """
 
     def __init__(self, id_: RequestId, request: Request, canceller: Canceller, events: EventHub) -> None:
@@ -140,9 +140,7 @@ class PendingRequest(OutputQueue):
         if delivered:
             what = f"{delivered} tokens of the reply had come, the rest is lost"
         elif again:
-            what = (
-                f"nothing of this request had come, in {self.tries} tries: it may be what the engine dies of"
-            )
+            what = f"nothing of this request had come, in {self.tries} tries: it may make the engine die"
         else:
             what = "nothing of this request had come"
         message = f"{info.reason}; {what}"
@@ -157,11 +155,11 @@ class PendingRequest(OutputQueue):
                 self.push([Delta(index=index, finish_reason=reason)])
         replies = [self._reply(sample, at, reason, error) for at, sample in enumerate(samples)]
         if self._events.on:
-            self._tell_ended(replies)
+            self._emit_ended(replies)
         self.finish(replies)
 
-    def _tell_ended(self, replies: Sequence[Reply]) -> None:
-        """The engine did not get to tell of the end."""
+    def _emit_ended(self, replies: Sequence[Reply]) -> None:
+        """Emit the end that the engine could not report."""
         for at, reply in enumerate(replies):
             error = None if reply.error is None else f"{type(reply.error).__name__}: {reply.error}"
             usage, timings = reply.usage, reply.timings
@@ -208,7 +206,7 @@ class PendingRequest(OutputQueue):
                 prefilled_tokens=prompt,
                 decoded_tokens=len(sample.tokens),
             ),
-            reuse=ReuseReport(computed=prompt, why="the engine's process did not live to tell"),
+            reuse=ReuseReport(computed=prompt, why="the engine's process died before its report"),
             seed=self.request.sampling.seeded(index).seed or 0,
             index=index,
             logprobs=None if self.request.logprobs is None else tuple(sample.logprobs),
@@ -226,7 +224,7 @@ class PendingCall:
         self.asked = time.monotonic()
 
     def resolve(self, value: Any = None, error: Exception | None = None) -> None:
-        # Whoever asked may have given up just now.
+        # The caller may have given up just now.
         with suppress(InvalidStateError):
             if error is None:
                 self.answer.set_result(value)
@@ -244,7 +242,7 @@ class PendingRequests:
 
     def __init__(self, queue: int) -> None:
         self.events = EventHub(self._watch)
-        """What happens in the engine's process, for those who subscribe here."""
+        """What happens in the engine's process, for subscribers here."""
         self._queue = queue
         self._slots = 1
         self._changing = threading.Lock()
@@ -257,9 +255,11 @@ class PendingRequests:
         self._shut = False
         self._watching = False
         self.heard = 0.0
+        self.failures: Mapping[str, int] = {}
+        """How often threads of the engine's process failed, by their names."""
         """When the engine's thread last said something."""
 
-    # For those who ask, in any thread.
+    # For callers, in any thread.
 
     def submit(self, request: Request) -> PendingRequest:
         """Ask for a reply. While there is no engine it waits here, if there is room."""
@@ -268,7 +268,7 @@ class PendingRequests:
         with self._changing:
             self._check_open()
             if self._connection is None or self._leaving:
-                # Of those who wait here, some will find a free sequence at once.
+                # Of the requests that wait here, some will find a free sequence at once.
                 waiting, limit = self._unfinished(), self._queue + self._slots
                 if waiting >= limit:
                     raise BusyError(
@@ -348,8 +348,8 @@ class PendingRequests:
         return time.monotonic() - self.heard
 
     def connect(self, connection: Connection, slots: int, others: Callable[[Any], None]) -> None:
-        """An engine is there: ask it all that waits, in the order in which it came. `others` is told what it
-        says that is not about requests and calls."""
+        """An engine is there: ask it all that waits, in the order in which it came. `others` gets its
+        messages that are not about requests and calls."""
         self._others = others
         self.heard = time.monotonic()
         with self._changing:
@@ -409,7 +409,7 @@ class PendingRequests:
         self._sweep()
 
     def handle(self, messages: Iterable[Any]) -> None:
-        """Do what the engine says. Readers are told once of all that came together."""
+        """Handle the engine's messages. Readers are notified once of all that came together."""
         changed: list[OutputQueue] = []
         try:
             for message in messages:
@@ -421,6 +421,7 @@ class PendingRequests:
                     self._answered(message)
                 elif isinstance(message, Pulse):
                     self.heard = time.monotonic()
+                    self.failures = message.failures
                     self._progress(message.read)
                 else:
                     self._others(message)
@@ -429,7 +430,7 @@ class PendingRequests:
                 notify(changed)
 
     def _watch(self, enabled: bool) -> None:
-        """Somebody here wants all events, or nobody does any more."""
+        """Say whether a subscriber here wants all events."""
         with self._changing:
             self._watching = enabled
             if self._connection is not None:
@@ -481,7 +482,7 @@ class PendingRequests:
         self._sweep()
 
     def end_overdue(self) -> None:
-        """End whose time is up though the engine did not see to it, and who gave up while it was gone."""
+        """End requests whose time is up, and those that were cancelled while the engine was gone."""
         with self._changing:
             requests, connection = list(self._requests.values()), self._connection
         for pending in requests:
@@ -543,6 +544,6 @@ def packed(message: object) -> bytes:
         return pack(message)
     except Exception as error:
         raise InvalidInputError(
-            f"the engine is in a process of its own, and this cannot be sent there: {error}; "
+            f"the engine is in a separate process, and this cannot be sent there: {error}; "
             "give plain data, or open the runtime without isolated"
         ) from None

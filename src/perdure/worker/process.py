@@ -9,11 +9,8 @@ import socket
 import subprocess
 import tempfile
 from dataclasses import dataclass
-from typing import Literal
 
 from perdure import system
-from perdure.checks import is_number, is_whole
-from perdure.errors import InvalidInputError
 from perdure.worker.connection import Connection
 from perdure.worker.protocol import Setup
 
@@ -48,7 +45,7 @@ class Process:
         with contextlib.ExitStack() as undo, theirs:
             undo.callback(ours.close)
             self._log = undo.enter_context(tempfile.TemporaryFile())
-            # A group of its own: the terminal's signals are for the parent alone.
+            # A new process group: the terminal's signals are for the parent alone.
             self._child = subprocess.Popen(
                 system.isolated_python(
                     "-X", "faulthandler", "-m", "perdure.worker.child", str(theirs.fileno())
@@ -67,7 +64,7 @@ class Process:
         return self._child.pid
 
     def rss(self) -> int | None:
-        """Its resident bytes, where the system tells."""
+        """Its resident bytes, where the system reports it."""
         return system.resident_memory(self.pid)
 
     def trim_log(self) -> None:
@@ -105,64 +102,5 @@ class Process:
         return "\n".join(line for line in tail.splitlines()[-_LINES:] if line.strip())
 
 
-# Restart policy: when the engine's process is started again, and when it is given up.
-
-State = Literal[
-    "starting", "ready", "unresponsive", "restarting", "unloading", "unloaded", "failed", "closed"
-]
-
 UNRESPONSIVE = 5.0
 """Seconds of silence after which an idle engine is not called ready any more."""
-_IDLE = (2.0, 15.0)
-"""Seconds of silence after which an idle engine hangs: no less, and no more."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestartPolicy:
-    """Limits and patience, in seconds and bytes. Checked when it is made."""
-
-    backoff: float = 0.1
-    """Before the first restart; each further one waits twice as long."""
-    backoff_limit: float = 10.0
-    healthy: float = 60.0
-    """After so long without a death, the next restart is the first again."""
-    attempts: int = 5
-    """Starts that may fail in a row before those who wait are told so."""
-    start_timeout: float = 600.0
-    hang_timeout: float = 60.0
-    """How long one step may take while there is work. An idle engine has 15 seconds at most."""
-    memory_limit: int | None = None
-    """Resident bytes above which the process is replaced; None: no limit."""
-    grace: float = 30.0
-    """How long a close may take before the process is killed."""
-
-    def __post_init__(self) -> None:
-        for name in ("backoff", "backoff_limit", "healthy", "start_timeout", "hang_timeout", "grace"):
-            value = getattr(self, name)
-            if not is_number(value) or not value > 0:
-                raise InvalidInputError(f"{name} is a number of seconds above 0, got {value!r}")
-        for name in ("attempts", "memory_limit"):
-            value = getattr(self, name)
-            optional = name == "memory_limit" and value is None
-            if not optional and (not is_whole(value) or value < 1):
-                raise InvalidInputError(f"{name} is a whole number from 1, got {value!r}")
-
-    def silence_limit(self, *, working: bool) -> float:
-        """Seconds of silence after which an engine hangs."""
-        shortest, longest = _IDLE
-        return self.hang_timeout if working else max(shortest, min(longest, self.hang_timeout))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Health:
-    """How the engine's process is now."""
-
-    state: State
-    restarts: int
-    last_death: str | None
-    """Why the last process ended that was not asked to."""
-    pid: int | None
-    rss: int | None
-    """Resident bytes, where the system tells."""
-    uptime: float | None
-    """Seconds since it was ready."""

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import Any, Concatenate, Literal, NewType, ParamSpec, Protocol, TypeAlias, TypeVar
 
+from perdure.backend import BlockStorage
 from perdure.decode.request import FinishReason, Reply, Request, TokenLogprob
-from perdure.engine.contract import LoadingKeywords, ModelInfo
+from perdure.engine.contract import ModelInfo
+from perdure.engine_config import EngineConfig
 from perdure.memory import MemorySpec
+
+GREETING = ("perdure", version("perdure"))
+"""What another process that uses the store hears first, in a form that every version reads: only equals go on
+from there."""
 
 RequestId = NewType("RequestId", int)
 """Names a request or a call. Never used twice, so that a late answer is nobody else's."""
@@ -55,9 +62,8 @@ class Setup:
     """Where it can be imported from, as "module:attribute"."""
     model: str
     """What its `fetch` returned."""
-    settings: Mapping[str, Any]
-    loading: LoadingKeywords
-    """How the model is loaded: layers on a GPU, and which."""
+    config: EngineConfig
+    storage: BlockStorage
     paths: Sequence[str]
     """Where the parent finds its modules: an engine may be in any of them."""
     pulse: float
@@ -153,10 +159,12 @@ class Pulse:
     """The engine thread came by: whatever step it was in has ended. `rounds` counts these.
 
     `read` says how much of their prompts requests have read, of those that have read more since the last one.
+    `failures` says how often threads of this process failed, by their names.
     """
 
     rounds: int
     read: Mapping[RequestId, int]
+    failures: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import sys
+import threading
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -13,30 +14,31 @@ from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Concatenate, Protocol, Unpack
+from typing import Any, Concatenate, Protocol
 
 import numpy as np
 
 from perdure import system
-from perdure.backend import Backend, BackendKeywords, SecondOpening
+from perdure.backend import AlwaysLoaded, Backend, BlockStorage, Health, Residence, SecondOpening
 from perdure.cache.prefix_cache import PrefixCacheCalls
-from perdure.config import QUEUE
 from perdure.decode.embedding import EmbeddingFuture
 from perdure.decode.output_queue import OutputQueue
 from perdure.decode.request import Request
 from perdure.decode.stream import result_of
 from perdure.engine import registry
 from perdure.engine.adapters import Scales
-from perdure.engine.contract import LoadingKeywords, Tokenizer, Tokens, check_token
+from perdure.engine.contract import Tokenizer, Tokens, check_token
+from perdure.engine_config import QUEUE, EngineConfig
 from perdure.errors import InvalidInputError
 from perdure.events.event import Event
 from perdure.events.hub import EventHub, Subscription
+from perdure.extension import imported
 from perdure.memory import MemorySpec
 from perdure.worker.message_reader import MessageReader
 from perdure.worker.pending_requests import PendingRequests, packed
-from perdure.worker.process import Health, RestartPolicy
 from perdure.worker.protocol import Ask, P, Ready, Setup, T, Tables, Target
-from perdure.worker.supervisor import Residence, Supervisor
+from perdure.worker.restart_policy import RestartPolicy
+from perdure.worker.supervisor import Supervisor
 
 _PATIENCE = 5.0
 """Seconds that `submit` waits to hear that a request was taken. After that, a refusal ends the job."""
@@ -46,8 +48,9 @@ def _elsewhere(event: Event) -> None:
     """Stands for an observer in another process."""
 
 
-class BackendClient:
-    """A backend whose engine is in another process: requests and calls outlive that one, or are told so.
+class BackendClient(AlwaysLoaded):
+    """A backend whose engine is in another process: requests and calls outlive that one, or end with an error
+    that says so.
 
     What is wrong with a request is raised by `submit`, as in process, while the engine is there to say so;
     for a request that has to wait for the engine to start again, it is raised where the result is asked for.
@@ -59,6 +62,8 @@ class BackendClient:
     def __init__(self, queue: int) -> None:
         self._pending = PendingRequests(queue)
         self._reader = MessageReader()
+        self._introducing = threading.Lock()
+        self._ready: Ready | None = None
 
     @property
     def events(self) -> EventHub:
@@ -69,20 +74,49 @@ class BackendClient:
         """Have what the engine says read in the event loop of those who wait for it; None: not any more."""
         self._reader.attach_loop(loop)
 
-    def _handshake(self, about: Ready) -> None:
-        """What the engine says about itself."""
-        self.n_ctx = about.n_ctx
-        self.slots = about.slots
-        self.exact = about.exact
-        self.model = RemoteTokenizer(about, self._ask)
-        self.cache = RemotePrefixCache(self._ask)
+    def _handshake(self, ready: Ready) -> Ready:
+        """Keep what the engine says of itself when it was opened."""
+        with self._introducing:
+            if self._ready is None:
+                self._model = RemoteTokenizer(ready, self._ask)
+                self._cache = RemotePrefixCache(self._ask)
+                self._ready = ready
+            return self._ready
 
-    def _request_start(self) -> None:
-        """Somebody waits for the engine."""
+    @property
+    def is_known(self) -> bool:
+        return self._ready is not None
+
+    def _wait_ready(self) -> Ready:
+        """What the engine said of itself when it was opened. It may have to be opened first."""
+        assert self._ready is not None
+        return self._ready
+
+    @property
+    def n_ctx(self) -> int:
+        return self._wait_ready().n_ctx
+
+    @property
+    def slots(self) -> int:
+        return self._wait_ready().slots
+
+    @property
+    def exact(self) -> bool:
+        return self._wait_ready().exact
+
+    @property
+    def model(self) -> RemoteTokenizer:
+        self._wait_ready()
+        return self._model
+
+    @property
+    def cache(self) -> RemotePrefixCache:
+        self._wait_ready()
+        return self._cache
 
     @property
     def load(self) -> tuple[int, int]:
-        """Requests waiting, and being served, as far as can be told from here without asking."""
+        """Requests waiting, and being served, as far as this side knows without asking."""
         return self._pending.load
 
     def submit(self, request: Request) -> OutputQueue:
@@ -92,6 +126,7 @@ class BackendClient:
             )
         if (prompt := _plain(request.prompt)) is not request.prompt:
             request = replace(request, prompt=prompt)
+        self._wait_ready()
         request = replace(request, event_id=request.event_id or next(self.events.ids))
         if (observer := request.observe) is not None:
             if isinstance(observer, Subscription):
@@ -105,7 +140,7 @@ class BackendClient:
         except BaseException:
             self.events.forget(request.event_id)
             raise
-        self._request_start()
+        self.start()
         self._reader.detach_waiting_loop()
         try:
             pending.wait_acknowledged(_PATIENCE)
@@ -121,8 +156,9 @@ class BackendClient:
     def embed(self, texts: Sequence[Tokens], adapters: Scales | None = None) -> EmbeddingFuture:
         answer = EmbeddingFuture()
         plain = [_plain(text) for text in texts]
+        self._wait_ready()
         self._pending.ask("backend", "embed", (plain, _plain(adapters)), {}, answer)
-        self._request_start()
+        self.start()
         return answer
 
     def embedding_width(self) -> int:
@@ -140,8 +176,9 @@ class BackendClient:
         **keywords: P.kwargs,
     ) -> T:
         sent = {key: _plain(value) for key, value in keywords.items()}
+        self._wait_ready()
         answer: Future[T] = self._pending.ask(target, method.__name__, tuple(map(_plain, args)), sent)
-        self._request_start()
+        self.start()
         self._reader.detach_waiting_loop()
         return result_of(answer)
 
@@ -149,56 +186,74 @@ class BackendClient:
 class RemoteBackend(BackendClient):
     """The engine in a child process that may die, and is then started again."""
 
+    is_attached = False
+
+    can_unload = True
+
     no_processors = "open the runtime without isolated to use them"
 
     def __init__(
         self,
         source: str | os.PathLike[str] | None = None,
+        config: EngineConfig | None = None,
         *,
+        storage: BlockStorage | None = None,
         restart_policy: RestartPolicy | None = None,
         residence: Residence | None = None,
-        store: str | os.PathLike[str] | None = None,
-        loading: LoadingKeywords | None = None,
-        **settings: Unpack[BackendKeywords],
+        lazy: bool = False,
     ) -> None:
-        """`residence` says when the process may have its memory."""
-        system.require_child_pipes("an engine in a process of its own")
+        """`residence` says when the process may have its memory. A `lazy` one is started by the first
+        request, which waits for that; nothing that only looks starts it. After a start that failed the next
+        request tries again."""
+        system.require_child_pipes("an engine in a separate process")
         engine = registry.find(source)
-        setup = Setup(
-            engine=engine,
-            # Fetched here, where a progress bar can be seen.
-            model=registry.imported(engine).fetch(source),
-            settings={**settings, "store": None if store is None else os.path.abspath(store)},
-            loading=loading or {},
-            paths=tuple(sys.path),
-            pulse=1.0,
-            log_level=logging.getLogger("perdure").getEffectiveLevel(),
-        )
-        packed(setup)
-        queue = settings.get("queue", QUEUE)
-        super().__init__(queue if isinstance(queue, int) else 0)
-        self._supervisor = Supervisor(setup, restart_policy or RestartPolicy(), self._pending, self._reader)
-        if residence is not None:
-            self._supervisor.residence = residence
-        self._handshake(self._supervisor.start())
+        config, storage = (config or EngineConfig()).resolved(), storage or BlockStorage()
+        if storage.folder is not None:
+            # Absolute: this process may go elsewhere.
+            storage = replace(storage, folder=storage.folder.absolute())
+        self.storage = storage
 
-    def _request_start(self) -> None:
+        def make_setup() -> Setup:
+            setup = Setup(
+                engine=engine,
+                model=imported(engine).fetch(source),
+                config=config,
+                storage=storage,
+                paths=tuple(sys.path),
+                pulse=1.0,
+                log_level=logging.getLogger("perdure").getEffectiveLevel(),
+            )
+            packed(setup)
+            return setup
+
+        super().__init__(QUEUE if config.queue is None else config.queue)
+        if not lazy:
+            # Fetched here, where a progress bar can be seen.
+            setup = make_setup()
+            make_setup = lambda: setup  # noqa: E731
+        self._supervisor = Supervisor(
+            make_setup, restart_policy or RestartPolicy(), self._pending, self._reader, residence
+        )
+        if not lazy:
+            try:
+                self._wait_ready()
+            except BaseException:
+                self.close()
+                raise
+
+    def _wait_ready(self) -> Ready:
+        return self._ready or self._handshake(self._supervisor.wait_ready())
+
+    def start(self) -> None:
         self._supervisor.request_start()
 
     def health(self) -> Health:
         return self._supervisor.health()
 
     def unload(self) -> bool:
-        """Let the process go until the next request; its state is in the store. False, and nothing done,
-        where something is being asked of it."""
         return self._supervisor.unload()
 
-    def load_again(self) -> None:
-        """Have a process that was let go started, without waiting for it."""
-        self._supervisor.request_start()
-
     def watch(self, residence: Residence) -> None:
-        """Have `residence` asked and told from now on."""
         self._supervisor.residence = residence
 
     def close(self) -> None:

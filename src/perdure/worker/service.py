@@ -15,6 +15,7 @@ from perdure.decode.output_queue import OutputQueue
 from perdure.decode.request import Reply
 from perdure.engine.contract import Tokenizer
 from perdure.errors import EngineError, InvalidInputError
+from perdure.events.background import BackgroundThread
 from perdure.events.hub import Subscription
 from perdure.worker.connection import Connection, pack
 from perdure.worker.protocol import (
@@ -42,8 +43,8 @@ _BACKEND_CALLS = frozenset({"embed", "embedding_width", "load", "second_opening"
 class OutputSender:
     """Output listener that sends what comes of requests to the other side, from the engine thread.
 
-    Listeners are told once a step of all requests together: so a step is one message, however many requests
-    are in it, and no thread is woken to send it.
+    Listeners are notified once a step of all requests together: so a step is one message, however many
+    requests are in it, and no thread is woken to send it.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class OutputSender:
 
 
 class RequestService:
-    """Does what one connection asks of a backend. `failed` is told of every error before it is sent."""
+    """Does what one connection asks of a backend. `failed` is called with every error before it is sent."""
 
     def __init__(
         self,
@@ -152,7 +153,6 @@ class RequestService:
 
     def ready(self) -> Ready:
         model = self._backend.model
-        path = getattr(model, "path", None)
         return Ready(
             n_ctx=self._backend.n_ctx,
             slots=self._backend.slots,
@@ -162,7 +162,7 @@ class RequestService:
             info=model.info,
             metadata=dict(model.metadata),
             digest=model.digest,
-            path=None if path is None else str(path),
+            path=None if model.path is None else str(model.path),
         )
 
     @property
@@ -170,7 +170,7 @@ class RequestService:
         return bool(self._requests)
 
     def _watch(self, enabled: bool) -> None:
-        """Tell the other side of all events, or only of those of its own requests that it observes."""
+        """Send the other side all events, or only those of the requests that it observes."""
         if enabled and self._stop_watching is None:
             self._stop_watching = self._backend.events.join(self._events)
         elif not enabled and self._stop_watching is not None:
@@ -194,7 +194,7 @@ class RequestService:
         try:
             self._handle(message)
         except Exception as error:
-            # Out of memory or threads just now: that is told to whoever asked, and the next one is read.
+            # Out of memory or threads just now: the caller gets the error, and the next message is read.
             self._forget(message.id)
             self._connection.send(Answer(message.id, error=portable(error)))
 
@@ -345,4 +345,4 @@ def _is_short(call: Call) -> bool:
 
 
 def _in_a_thread(function: Callable[..., None], *args: object) -> None:
-    threading.Thread(target=function, args=args, daemon=True).start()
+    BackgroundThread(function, *args, name="perdure-call").start()

@@ -5,15 +5,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from perdure.backend import BackendState, Health, Residence
 from perdure.errors import ClosedError, EngineDiedError, EngineError, ModelFileError
+from perdure.events.background import BackgroundThread
 from perdure.events.event import Restarted
 from perdure.worker.message_reader import MessageReader
 from perdure.worker.pending_requests import PendingRequests
-from perdure.worker.process import UNRESPONSIVE, ExitInfo, Health, Process, RestartPolicy, State
+from perdure.worker.process import UNRESPONSIVE, ExitInfo, Process
 from perdure.worker.protocol import Close, Failed, Line, Ready, Setup
+from perdure.worker.restart_policy import RestartPolicy
 
 log = logging.getLogger("perdure.worker")
 
@@ -21,24 +25,6 @@ _TICK = 1.0
 _NAP = 0.1
 _ROOM = 0.01
 """Seconds between two questions whether there is room for the process."""
-
-
-class Residence:
-    """Who is asked before the process takes its memory, and told when it has it and when not. This one lets
-    it have it always. All calls come from the supervisor's thread."""
-
-    def enter(self) -> bool:
-        """Whether the process may be started now. It is asked again until it may."""
-        return True
-
-    def ready(self) -> None:
-        """The process serves."""
-
-    def left(self) -> None:
-        """The process is gone, and is not started before somebody asks for it."""
-
-    def failed(self, error: Exception) -> None:
-        """It could not be started, and is not tried again before somebody asks for it."""
 
 
 class Supervisor:
@@ -50,14 +36,22 @@ class Supervisor:
     """
 
     def __init__(
-        self, setup: Setup, restart_policy: RestartPolicy, pending: PendingRequests, reader: MessageReader
+        self,
+        make_setup: Callable[[], Setup],
+        restart_policy: RestartPolicy,
+        pending: PendingRequests,
+        reader: MessageReader,
+        residence: Residence | None = None,
     ) -> None:
-        self._setup = replace(setup, pulse=min(_TICK, restart_policy.hang_timeout / 4))
+        """Nothing is started before `request_start`. `make_setup` is called once, in the thread."""
+        self._make_setup = make_setup
+        self._setup: Setup | None = None
+        self._pulse = min(_TICK, restart_policy.hang_timeout / 4)
         self._policy = restart_policy
         self._pending = pending
         self._reader = reader
         self._changed = threading.Condition()
-        self._state: State = "starting"
+        self._state: BackendState = "unloaded"
         self._process: Process | None = None
         self._ready_info: Ready | None = None
         self._error: Exception | None = None
@@ -67,43 +61,42 @@ class Supervisor:
         self._closing = threading.Event()
         self._wanted = False
         self._resting = False
-        """Whether the process was told to go until somebody asks."""
+        """Whether the process was unloaded until the next request."""
         self._is_reload = False
         """Whether the next start is one that was asked for, and not a restart."""
         self._rested_at = 0.0
-        self.residence = Residence()
+        self.residence = residence or Residence()
         # The system ends the process with the thread that started it, so that is one that lasts.
-        self._thread = threading.Thread(target=self._run, name="perdure-worker", daemon=True)
+        self._thread = BackgroundThread(self._run, name="perdure-worker")
 
     # For callers.
 
-    def start(self) -> Ready:
-        """Return when the engine is ready; what kept it from that is raised."""
-        self._thread.start()
-        try:
-            with self._changed:
-                while self._state == "starting":
-                    self._changed.wait(_NAP)
-        except BaseException:
-            self.close()
-            raise
-        if self._error is not None:
-            self.close()
-            raise self._error
-        if self._ready_info is None:
-            raise ClosedError("this runtime is closed")
-        return self._ready_info
+    def wait_ready(self) -> Ready:
+        """Return when the engine was ready once; what kept it from that is raised."""
+        self.request_start()
+        with self._changed:
+            while self._state == "starting":
+                self._changed.wait(_NAP)
+            if self._ready_info is None:
+                raise self._error or ClosedError("this runtime is closed")
+            return self._ready_info
 
     def request_start(self) -> None:
-        """Somebody waits for the engine: if it was given up or let go, try again."""
+        """Start the engine if it was not started yet, was unloaded, or was given up."""
         if self._state in ("failed", "unloading", "unloaded"):
             with self._changed:
+                if self._closing.is_set():
+                    return
                 self._wanted = True
+                if self._ready_info is None and self._state == "unloaded":
+                    self._state, self._error = "starting", None
+                    if not self._thread.is_alive():
+                        self._thread.start()
                 self._changed.notify_all()
 
     def unload(self) -> bool:
-        """Let the process go, until somebody asks for it again: it writes its state down, and exits. False,
-        and nothing done, where somebody waits for it just now."""
+        """Unload the process until the next request: it writes its state to the disk, and exits. False, and
+        nothing done, where a request waits for it just now."""
         with self._changed:
             if self._state != "ready" or self._process is None:
                 return self._state in ("unloading", "unloaded")
@@ -125,9 +118,10 @@ class Supervisor:
                 pid=process.pid if process else None,
                 rss=process.rss() if process else None,
                 uptime=None if ready_at is None else time.monotonic() - ready_at,
+                failed_threads=self._pending.failures,
             )
 
-    def _shown_state(self) -> State:
+    def _shown_state(self) -> BackendState:
         if self._state != "ready" or self._pending.engine_works:
             return self._state
         return "unresponsive" if self._pending.silence >= UNRESPONSIVE else "ready"
@@ -142,6 +136,9 @@ class Supervisor:
             process = self._process
             if process is not None and self._state == "ready":
                 process.connection.send(Close())
+            if not self._thread.is_alive():
+                self._state = "closed"
+                return
         self._thread.join(self._policy.grace)
         if self._thread.is_alive() and process is not None:
             process.kill(f"it did not close within {self._policy.grace} seconds")
@@ -154,7 +151,7 @@ class Supervisor:
             self._keep_alive()
         except BaseException as error:
             # A defect of our own: nobody may be left waiting for a thread that is gone.
-            self._error = EngineError(f"the thread that looks after the engine ended: {error!r}")
+            self._error = EngineError(f"the thread that supervises the engine ended: {error!r}")
             raise
         finally:
             self._pending.shut()
@@ -176,9 +173,9 @@ class Supervisor:
                 if self._closing.is_set():
                     return
                 if self._ready_info is None:
-                    # The first start is the caller's own; it is there to be told.
-                    self._error = error
-                    return
+                    failures = 0
+                    self._report_first(error)
+                    continue
                 self._last_death = str(error)
                 log.warning("%s", error)
                 if failures >= self._policy.attempts:
@@ -197,6 +194,13 @@ class Supervisor:
             self._pause(_ROOM)
             if self._closing.is_set():
                 raise ClosedError("this runtime is closed")
+        if self._setup is None:
+            try:
+                self._setup = replace(self._make_setup(), pulse=self._pulse)
+            except Exception:
+                raise
+            except BaseException as error:
+                raise EngineError(f"loading failed: {error!r}") from error
         process = Process(self._setup)
         with self._changed:
             self._process = process
@@ -216,13 +220,13 @@ class Supervisor:
             self._serve(process)
         except Exception as error:
             log.exception("the engine's process is not understood")
-            process.kill(f"what it said could not be read: {error!r}")
+            process.kill(f"its messages could not be read: {error!r}")
         info = self._wait_exit(process)
         if self._resting:
             self._pending.disconnect(info)
         elif not self._closing.is_set():
             self._last_death = str(info)
-            # One line: what the process said last follows at a level of its own.
+            # One line: the last output of the process follows at a lower level.
             log.error("%s; it is started again", info.reason)
             if info.said:
                 log.info("%s", info.said)
@@ -259,12 +263,17 @@ class Supervisor:
                     _log_line(message)
 
     def _handshake(self, ready: Ready) -> None:
+        assert self._setup is not None
         if self._ready_info is None:
             self._ready_info = ready
-            # What was found to fit once is what everybody was told.
-            sizes = {"n_ctx": ready.n_ctx, "slots": ready.slots}
-            fixed = {name: value for name, value in sizes.items() if self._setup.settings.get(name) == "auto"}
-            self._setup = replace(self._setup, settings={**self._setup.settings, **fixed})
+            # The size that fitted once is the size that all clients know.
+            config = self._setup.config
+            config = replace(
+                config,
+                n_ctx=ready.n_ctx if config.n_ctx == "auto" else config.n_ctx,
+                slots=ready.slots if config.slots == "auto" else config.slots,
+            )
+            self._setup = replace(self._setup, config=config)
         elif ready != self._ready_info:
             raise ModelFileError(
                 f"the model file {self._setup.model} was changed while the engine was gone: "
@@ -291,7 +300,7 @@ class Supervisor:
             process.connection,
             self._pending.handle,
             lambda: self._check_health(process),
-            seconds=self._setup.pulse,
+            seconds=self._pulse,
         )
 
     def _check_health(self, process: Process) -> None:
@@ -313,8 +322,18 @@ class Supervisor:
         process.trim_log()
         self._pending.end_overdue()
 
+    def _report_first(self, error: Exception) -> None:
+        """Report the error to the callers that wait for the first start, and rest until the next request."""
+        with self._changed:
+            self._state, self._error, self._wanted = "unloaded", error, False
+            self._changed.notify_all()
+        self.residence.failed(error)
+        with self._changed:
+            while not self._wanted and not self._closing.is_set():
+                self._changed.wait()
+
     def _rest(self) -> None:
-        """Wait until somebody asks for the engine."""
+        """Wait until a request needs the engine."""
         self.residence.left()
         with self._changed:
             self._state = "unloaded"
@@ -333,7 +352,7 @@ class Supervisor:
             self._pending.end_overdue()
 
     def _give_up(self, error: Exception, failures: int) -> None:
-        """Tell everyone who waits, and rest until somebody asks again."""
+        """End all waiting requests, and rest until the next one."""
         self._wanted = False
         self._set("failed")
         self.residence.failed(error)
@@ -346,7 +365,7 @@ class Supervisor:
             if not self._closing.is_set():
                 self._state = "restarting"
 
-    def _set(self, state: State) -> None:
+    def _set(self, state: BackendState) -> None:
         with self._changed:
             self._state = state
             self._changed.notify_all()

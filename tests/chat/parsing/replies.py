@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass, field
 
 from chat.conversations import TOOLS
+from perdure.chat.formats.registry import names
 from perdure.chat.message import Message, ToolCall
 
 PARIS = ("get_weather", '{"city": "Paris"}')
@@ -56,7 +57,7 @@ def deepseek(*calls: tuple[str, str]) -> str:
     return f"<｜tool▁calls▁begin｜>{inner}<｜tool▁calls▁end｜>"
 
 
-RAW = [
+_RAW = [
     # Text alone.
     *(
         Raw(name, "Hello,\n\n  wörld 한🙂 e\u0301!\n ", "Hello,\n\n  wörld 한🙂 e\u0301!\n ")
@@ -241,5 +242,7 @@ RAW = [
     Raw("harmony", "<|channel|>final", "final"),
     Raw("harmony", "to be or not", "to be or not"),
 ]
+RAW = [raw for raw in _RAW if raw.family in names()]
+"""Of the families that are there: those of an extension may be missing."""
 
 TOOLS_GIVEN = TOOLS

@@ -45,10 +45,12 @@ EXPECTED = {
 }
 
 
+@pytest.mark.extension("families")
 def test_every_template_is_of_the_family_of_its_marks() -> None:
     assert {name: detect(source).name for name, source in PUBLISHED.items()} == EXPECTED
 
 
+@pytest.mark.extension("families")
 @pytest.mark.parametrize(
     ("architecture", "name"),
     [
@@ -76,6 +78,7 @@ def test_families_go_by_their_names_and_others_are_refused() -> None:
         register("hermes")  # type: ignore[arg-type]
 
 
+@pytest.mark.extension("families")
 @pytest.mark.parametrize(("name", "opened"), [("deepseek-r1", True), ("qwen-3", False), ("qwen-2.5", False)])
 def test_a_prompt_that_opens_the_reasoning_is_seen(name: str, opened: bool) -> None:
     from chat.conversations import CONVERSATIONS
@@ -177,6 +180,7 @@ def test_several_calls_may_be_written_where_they_are_allowed(name: str) -> None:
         feed(single, text)
 
 
+@pytest.mark.extension("families")
 @pytest.mark.parametrize(
     ("name", "ids"),
     [
@@ -195,6 +199,7 @@ def test_ids_in_calls_are_as_the_template_asks_for_them(name: str, ids: list[tup
         assert call.id == given or not given
 
 
+@pytest.mark.extension("families")
 def test_control_tokens_are_asked_for_by_their_ids(rt: Runtime) -> None:
     """A mark that is a control token of the model cannot be spelled in plain text."""
     (start,) = rt.model.tokenize("<|im_start|>", special=True, bos=False)

@@ -80,6 +80,7 @@ def test_all_replies_are_there() -> None:
     assert sum(map(is_otherwise, REPLIES)) == 4
 
 
+@pytest.mark.extension("families")
 @pytest.mark.parametrize("name", sorted({case["template"] for case in REPLIES}))
 def test_a_reply_says_what_llama_cpp_says_it_does(name: str) -> None:
     """At least 370 of 375; those that are read otherwise are listed above."""

@@ -72,6 +72,7 @@ def test_a_required_call_comes_after_the_reasoning(name: str) -> None:
     assert (made.reasoning or "").endswith("Hm.")
 
 
+@pytest.mark.extension("families")
 def test_an_answer_of_gpt_oss_is_in_its_final_channel() -> None:
     chosen = family("harmony")
     grammar = reasoned(ANSWERS["schema"], chosen, "none", is_call=False, control={})

@@ -248,6 +248,7 @@ def test_a_call_that_turns_out_to_be_none_is_taken_back_and_its_text_follows() -
     assert made.content == 'Look: {"name": "search", "arguments": {"query": "a", }'
 
 
+@pytest.mark.extension("families")
 def test_calls_of_one_reply_have_ids_of_their_own() -> None:
     made = [
         parse_reply(family("mistral"), f'[TOOL_CALLS][{{"name": "f", "arguments": {PARIS[1]}}}]')
@@ -273,6 +274,7 @@ ENDS = {
 KEEPS_REASONING = ("qwen-3", "mistral-v7", "command-r7b", "gpt-oss")
 
 
+@pytest.mark.extension("families")
 @pytest.mark.parametrize("name", ENDS)
 @pytest.mark.parametrize("conversation", ["call", "call and text", "reasoned call", "parallel"])
 def test_what_a_template_writes_is_read_back(name: str, conversation: str) -> None:
@@ -332,6 +334,7 @@ def test_markers_that_cannot_be_told_apart_are_refused(markers: Markers, words: 
 MARK = "]<]minimax[>["
 
 
+@pytest.mark.extension("families")
 @pytest.mark.parametrize(
     "text",
     [

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perdure import Message, Template, TemplateError
-from perdure.chat.template.template import Guard, Rendering, RenderingCache, TemplateRenderer
+from perdure.chat.template.template import Guard, Rendering, TemplateRenderer
 
 FILES = sorted(Path(__file__).parent.glob("*.jinja"))
 ALL = {path.stem: Template.from_file(path, bos="<s>", eos="</s>") for path in FILES} | {
@@ -109,36 +109,6 @@ def test_a_template_that_the_short_conversation_does_not_suit_gets_the_whole() -
     for end in range(1, len(messages) + 1, 2):
         text, before = under_test.prompt(messages[:end], before=before)
         assert text == under_test.whole(messages[:end])
-
-
-def test_what_was_rendered_is_found_by_the_messages_that_go_on_from_it() -> None:
-    under_test, remembered = renderer(Template.named("chatml")), RenderingCache()
-    messages = conversation("s", ["a", "b", "c", "d", "e"])
-    _, first = under_test.prompt(messages[:2])
-    _, second = under_test.prompt(messages[:4], before=first)
-    assert first is not None
-    assert second is not None
-    remembered.store(first, "mine")
-    assert remembered.lookup(messages[:4], "mine") is first
-    assert remembered.lookup(messages[:4], "another's") is None
-    assert remembered.lookup(messages[:2], "mine") is None
-    assert remembered.lookup(conversation("other", ["a", "b", "c"]), "mine") is None
-    remembered.store(second, "mine", instead_of=first)
-    assert remembered.lookup(messages[:4], "mine") is None
-    assert remembered.lookup(messages, "mine") is second
-
-
-def test_the_oldest_renderings_are_forgotten_for_room() -> None:
-    under_test, remembered = renderer(Template.named("chatml")), RenderingCache(limit=8000)
-    talks = [conversation(None, [f"{number} " + "x" * 500, "b", "c"]) for number in range(9)]
-    for talk in talks:
-        _, rendering = under_test.prompt(talk[:1])
-        assert rendering is not None
-        remembered.store(rendering, "")
-        # Twice is once.
-        remembered.store(rendering, "")
-    found = [remembered.lookup(talk, "") is not None for talk in talks]
-    assert found == [False] * 6 + [True] * 3
 
 
 SWITCHES = ("a", "b /no_think", "<tool_response>\nc\n</tool_response>", "/think d", "e", "f", "g", "h")

@@ -1,26 +1,29 @@
 /** The frame of the page: navigation, the view that is open, notices, and the question for a key. */
 
 import { useEffect, useRef, useState } from "preact/hooks";
-import { changeKey, get, hasKey, onKeyWanted, path, query, type List, type SessionSummary } from "../api";
+import { Menu as MenuIcon, X } from "lucide-preact";
+import { onKeyWanted } from "../api";
 import { Conversation } from "../conversation";
-import { dismiss, leaving, notices } from "../notices";
-import { link, open, route } from "../route";
+import { readModels } from "../models";
+import { titleOf } from "../names";
+import { dismiss, notices } from "../notices";
+import { IconButton, Mark } from "../parts/Icon";
+import { open, route } from "../route";
 import { useWatched } from "../store";
-import { middle, texts } from "../texts";
-import { theme, THEMES } from "../theme";
+import { texts } from "../texts";
 import { Compare } from "./Compare";
 import { Dialog } from "./Dialog";
 import { Machine } from "./Machine";
 import { Sessions } from "./Sessions";
+import { Sidebar } from "./Sidebar";
 import { Talk } from "./Talk";
 import { Usage } from "./Usage";
 
-const RECENT = 20;
 
 export function App() {
   const { value: here } = useWatched(route);
   const [talk, setTalk] = useState(() => new Conversation(here.view === "talk" ? here.session : null));
-  const [treeShown, showTree] = useState(() => matchMedia("(min-width: 1100px)").matches);
+  const [treeShown, showTree] = useState(false);
   const [settingsShown, showSettings] = useState(false);
   const [keysShown, showKeys] = useState(false);
   const [menuShown, showMenu] = useState(false);
@@ -31,14 +34,20 @@ export function App() {
     talk.close();
     setTalk(new Conversation(wanted));
   }, [wanted]);
+  useWatched(talk);
   useEffect(() => {
-    showMenu(false);
-    document.title = here.view === "talk" ? `${here.session ?? texts.nav.newConversation} · ${texts.title}` : `${texts.nav[here.view === "compare" ? "talk" : here.view]} · ${texts.title}`;
-  }, [here]);
+    readModels().catch(() => {});
+  }, []);
+  useEffect(() => showMenu(false), [here]);
+  useEffect(() => {
+    const talking = talk.name === null ? texts.nav.newConversation : titleOf({ name: talk.name, title: talk.title, agent: "" });
+    document.title = `${here.view === "talk" ? talking : texts.nav[here.view === "compare" ? "talk" : here.view]} · ${texts.title}`;
+  }, [here, talk.name, talk.title]);
   useEffect(() => {
     const onKey = (event: KeyboardEvent) => {
       const typing = event.target instanceof Element && event.target.matches("input, textarea, select");
       if (event.key === "?" && !typing) showKeys(true);
+      if (event.key === "Escape") showMenu(false);
       if (event.key === "Escape" && talk.writing && !document.querySelector("dialog[open]")) void talk.stop();
       if (!event.altKey || event.ctrlKey || event.metaKey) return;
       const does: Record<string, () => void> = {
@@ -60,14 +69,21 @@ export function App() {
   }, [talk]);
   return (
     <>
-      <Sidebar talk={talk} shown={menuShown} onMenu={() => showMenu(!menuShown)} onKeys={() => showKeys(true)} />
+      <Sidebar talk={talk} shown={menuShown} onClose={() => showMenu(false)} onKeys={() => showKeys(true)} />
+      {menuShown && <div class="shade" onClick={() => showMenu(false)} />}
       <main id="main" tabIndex={-1}>
+        {here.view !== "talk" && (
+          <div class="only-phone page-bar">
+            <IconButton icon={MenuIcon} label={texts.nav.menu} expanded={menuShown} controls="menu" onClick={() => showMenu(true)} />
+          </div>
+        )}
         {here.view === "talk" && (
           <Talk
             key={talk}
             talk={talk}
             treeShown={treeShown}
             onTree={() => showTree(!treeShown)}
+            onMenu={() => showMenu(true)}
             settingsShown={settingsShown}
             onSettings={showSettings}
           />
@@ -84,115 +100,26 @@ export function App() {
   );
 }
 
-function skip(event: Event): void {
-  event.preventDefault();
-  (document.getElementById("conversation") ?? document.querySelector("main"))?.focus();
-}
-
-interface SidebarGiven {
-  talk: Conversation;
-  shown: boolean;
-  onMenu: () => void;
-  onKeys: () => void;
-}
-
-function Sidebar({ talk, shown, onMenu, onKeys }: SidebarGiven) {
-  useWatched(talk);
-  const { value: here } = useWatched(route);
-  const { value: gone } = useWatched(leaving);
-  const { value: colours } = useWatched(theme);
-  const { value: keyed } = useWatched(hasKey);
-  const [recent, show] = useState<SessionSummary[]>([]);
-  useEffect(() => {
-    get<List<SessionSummary>>(path("sessions") + query({ limit: RECENT })).then((page) => show(page.data), () => {});
-  }, [here, talk.count, talk.state, gone]);
-  const current = (view: string) => (here.view === view ? "page" : undefined);
-  return (
-    <nav aria-label={texts.nav.label} class={shown ? "shown" : undefined}>
-      <a class="skip" href="#main" onClick={(event) => skip(event)}>
-        {texts.nav.skip}
-      </a>
-      <div class="row">
-        <span class="brand">{texts.title}</span>
-        <button type="button" class="quiet menu" aria-expanded={shown} onClick={onMenu}>
-          {texts.nav.menu}
-        </button>
-      </div>
-      <div class="links">
-        <a class="button" href={link({ view: "talk", session: null })}>
-          {texts.nav.newConversation}
-        </a>
-        <a href={link({ view: "sessions" })} aria-current={current("sessions")}>
-          {texts.nav.sessions}
-        </a>
-        <a href={link({ view: "machine" })} aria-current={current("machine")}>
-          {texts.nav.machine}
-        </a>
-        <a href={link({ view: "usage" })} aria-current={current("usage")}>
-          {texts.nav.usage}
-        </a>
-        <h2 class="who">{texts.nav.recent}</h2>
-        <ul>
-          {recent
-            .filter((session) => !gone.has(session.name))
-            .map((session) => (
-              <li key={session.name}>
-                <a
-                  href={link({ view: "talk", session: session.name })}
-                  aria-current={here.view === "talk" && here.session === session.name ? "page" : undefined}
-                  title={session.name}
-                >
-                  {middle(session.name)}
-                </a>
-              </li>
-            ))}
-        </ul>
-        <div class="foot">
-          <label>
-            {texts.nav.theme}
-            <select value={colours} onChange={(event) => (theme.value = event.currentTarget.value as (typeof THEMES)[number])}>
-              {THEMES.map((name) => (
-                <option value={name}>{texts.nav.themes[name]}</option>
-              ))}
-            </select>
-          </label>
-          {keyed && (
-            <button type="button" class="quiet" onClick={() => void changeKey()}>
-              {texts.key.change}
-            </button>
-          )}
-          <button type="button" class="quiet" onClick={onKeys}>
-            {texts.shortcuts.open}
-          </button>
-        </div>
-      </div>
-    </nav>
-  );
-}
-
 function Notices() {
   const { value: list } = useWatched(notices);
   return (
     <div class="notices" role="status" aria-live="polite">
       {list.map((notice) => (
         <p key={notice.id} class={notice.kind}>
-          {notice.text}
+          <span class="item-text">{notice.text}</span>
           {notice.undo && (
             <button type="button" class="quiet" onClick={notice.undo}>
               {texts.sessions.undo}
             </button>
           )}
-          <button
-            type="button"
-            class="quiet"
-            aria-label={texts.talk.dismiss}
+          <IconButton
+            icon={X}
+            label={texts.talk.dismiss}
             onClick={() => {
               dismiss(notice.id);
               notice.closed?.();
             }}
-          >
-            ✕
-          </button>
+          />
         </p>
       ))}
     </div>
@@ -240,6 +167,7 @@ function KeyQuestion() {
           write("");
         }}
       >
+        <Mark size={36} />
         <h2>{texts.key.title}</h2>
         {question.wrong && (
           <p class="problem" role="alert">

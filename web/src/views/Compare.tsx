@@ -1,9 +1,11 @@
 /** Two branches side by side, from where they part. */
 
+import { ArrowLeft } from "lucide-preact";
 import { useEffect, useState } from "preact/hooks";
-import { get, path, query, type List, type Turn } from "../api";
+import { get, path, query, type List, type SessionAnswer, type Turn } from "../api";
 import { sameTurn } from "../conversation";
 import { difference, type Piece } from "../difference";
+import { titleOf } from "../names";
 import { notifyError } from "../notices";
 import { link } from "../route";
 import { texts } from "../texts";
@@ -23,13 +25,17 @@ async function allTurns(session: string): Promise<Turn[]> {
 
 export function Compare({ session, other }: { session: string; other: string }) {
   const [turns, show] = useState<[Turn[], Turn[]] | null>(null);
+  const [titles, name] = useState<Record<string, string>>({});
   useEffect(() => {
     let wanted = true;
     Promise.all([allTurns(session), allTurns(other)]).then((found) => wanted && show(found), notifyError);
+    for (const each of [session, other])
+      get<SessionAnswer>(path("sessions", each)).then(({ title }) => wanted && name((before) => ({ ...before, [each]: title })), () => {});
     return () => {
       wanted = false;
     };
   }, [session, other]);
+  const titled = (each: string) => titleOf({ name: each, title: titles[each] ?? "", agent: "" });
   const common = turns ? turns[0].findIndex((turn, at) => !turns[1][at] || !sameTurn(turn, turns[1][at])) : 0;
   const shared = turns ? (common < 0 ? turns[0].length : common) : 0;
   const rows = turns ? Math.max(turns[0].length, turns[1].length) - shared : 0;
@@ -37,8 +43,8 @@ export function Compare({ session, other }: { session: string; other: string }) 
     <div class="page compare">
       <header class="row">
         <h1>{texts.compare.title}</h1>
-        <a class="button quiet" href={link({ view: "talk", session })}>
-          {texts.compare.back}
+        <a class="plain-button" href={link({ view: "talk", session })}>
+          <ArrowLeft size={16} aria-hidden="true" /> {texts.compare.back}
         </a>
       </header>
       {turns && (
@@ -46,10 +52,14 @@ export function Compare({ session, other }: { session: string; other: string }) 
           <p class="note">{texts.compare.common(shared)}</p>
           <div class="sides">
             <h2>
-              <a href={link({ view: "talk", session })}>{session}</a>
+              <a href={link({ view: "talk", session })} title={session}>
+                {titled(session)}
+              </a>
             </h2>
             <h2>
-              <a href={link({ view: "talk", session: other })}>{other}</a>
+              <a href={link({ view: "talk", session: other })} title={other}>
+                {titled(other)}
+              </a>
             </h2>
             {rows === 0 && <p class="hint">{texts.compare.nothing}</p>}
             {Array.from({ length: rows }, (_, at) => (
@@ -77,9 +87,9 @@ function Pair({ one, other }: { one: Turn | undefined; other: Turn | undefined }
 }
 
 function Side({ turn, pieces }: { turn: Turn | undefined; pieces: Piece[] }) {
-  if (!turn) return <p class="hint side">{texts.compare.ends}</p>;
+  if (!turn) return <p class="hint side-text">{texts.compare.ends}</p>;
   return (
-    <article class="side" aria-label={texts.talk.turnLabel(turn.turn)}>
+    <article class="side-text" aria-label={texts.talk.turnLabel(turn.turn)}>
       <p class="asked">{turn.messages.map((message) => message.content).join("\n")}</p>
       <p class="plain">{pieces.map((piece) => (piece.changed ? <mark>{piece.text}</mark> : piece.text))}</p>
     </article>

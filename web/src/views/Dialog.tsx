@@ -1,7 +1,10 @@
 /** A dialog over the page. Escape, or a click beside it, closes it. */
 
 import type { ComponentChildren } from "preact";
+import { X } from "lucide-preact";
 import { useEffect, useRef } from "preact/hooks";
+import { IconButton } from "../parts/Icon";
+import { texts } from "../texts";
 
 interface Given {
   title: string;
@@ -19,7 +22,7 @@ export function Dialog({ title, onClose, wide = false, children }: Given) {
   return (
     <dialog
       ref={element}
-      class={wide ? "wide" : undefined}
+      class={wide ? "large" : undefined}
       aria-label={title}
       onClose={onClose}
       onClick={(event) => {
@@ -27,7 +30,10 @@ export function Dialog({ title, onClose, wide = false, children }: Given) {
       }}
     >
       <div class="dialog">
-        <h2>{title}</h2>
+        <header class="dialog-head">
+          <h2>{title}</h2>
+          <IconButton icon={X} label={texts.dialog.close} onClick={() => element.current?.close()} />
+        </header>
         {children}
       </div>
     </dialog>

@@ -1,11 +1,15 @@
 /** The machine: models, slots and queue live, kept prefixes, the last requests, and how it went over time. */
 
+import { ChevronRight } from "lucide-preact";
 import { useEffect, useState } from "preact/hooks";
 import { get, path, query } from "../api";
-import type { CatalogueEntry, List, Machine as Facts, MachineModel, RecentRequest, Report, ReportDay, Run } from "../api";
+import type { List, Machine as Facts, MachineModel, RecentRequest, Report, ReportDay, Run } from "../api";
 import { notifyError } from "../notices";
 import { link } from "../route";
-import { bytes, count, seconds, texts, when } from "../texts";
+import { bytes, count, middle, seconds, texts, when } from "../texts";
+import { plainPrompt } from "../prompt";
+import { Meter, Table, Tile } from "../parts/Table";
+import { Catalogue } from "./BetterModel";
 import { Plot } from "./Plot";
 
 const words = texts.machine;
@@ -79,9 +83,11 @@ export function Machine() {
       <Prefixes parent={null} asked={requests[0]?.number ?? 0} />
       <h2>{words.requests}</h2>
       <Requests requests={requests} />
-      <h2>{words.catalogue}</h2>
-      <p class="hint">{words.catalogueNote}</p>
-      <Catalogue />
+      <section aria-label={words.catalogue}>
+        <h2>{words.catalogue}</h2>
+        <p class="hint">{words.catalogueNote}</p>
+        <Catalogue />
+      </section>
     </div>
   );
 }
@@ -89,7 +95,6 @@ export function Machine() {
 function Model({ model }: { model: MachineModel }) {
   const size = [model.size, model.nbytes === null ? "" : bytes(model.nbytes)].filter(Boolean).join(", ");
   const rows: [string, string][] = [
-    [words.state, model.state],
     [words.architecture, model.architecture],
     [words.size, size],
     [words.context, words.contextTokens(model.n_ctx)],
@@ -100,8 +105,11 @@ function Model({ model }: { model: MachineModel }) {
   ];
   return (
     <section class="card" aria-label={model.id}>
-      <h3>{model.id}</h3>
-      <dl>
+      <div class="card-head">
+        <h3>{model.id}</h3>
+        <span class={model.state === "ready" ? "status on" : "status"}>{model.state}</span>
+      </div>
+      <dl class="facts">
         {rows
           .filter(([, value]) => value)
           .map(([name, value]) => (
@@ -115,9 +123,12 @@ function Model({ model }: { model: MachineModel }) {
       <ul class="slots">
         {model.slots.map((slot, at) => (
           <li class={slot.busy ? "busy" : undefined}>
-            <strong>{words.slot(at + 1)}</strong> {slot.busy ? words.busy : words.idle},{" "}
-            {slot.own ? words.holds(slot.tokens ?? 0) : slot.busy ? words.others : words.empty}
-            {slot.text && <span class="preview">{slot.text}</span>}
+            <span class="slot-head">
+              <strong>{words.slot(at + 1)}</strong> <span>{slot.busy ? words.busy : words.idle}</span>
+              <span class="slot-tokens">{slot.own ? words.holds(slot.tokens ?? 0) : slot.busy ? words.others : words.empty}</span>
+            </span>
+            <Meter label={words.slotUse(at + 1)} value={slot.tokens ?? 0} most={model.n_ctx} />
+            {slot.text && <span class="preview">{plainPrompt(slot.text)}</span>}
           </li>
         ))}
       </ul>
@@ -161,11 +172,11 @@ function Prefix({ run }: { run: Run }) {
     <li>
       <div class="prefix">
         {run.follows && (
-          <button type="button" class="quiet" aria-expanded={open} aria-label={words.follow(run.text.slice(0, 40))} onClick={() => unfold(!open)}>
-            {open ? "▾" : "▸"}
+          <button type="button" class="icon small" aria-expanded={open} aria-label={words.follow(plainPrompt(run.text).slice(0, 40))} onClick={() => unfold(!open)}>
+            <ChevronRight size={14} class="turns-open" aria-hidden="true" />
           </button>
         )}
-        <code>{run.text}</code>
+        <span class="prefix-text">{plainPrompt(run.text)}</span>
         <span class="figure">{words.holds(run.tokens)}</span>
         {Object.entries(run.nbytes).map(([tier, size]) => (
           <span class="figure">
@@ -190,11 +201,7 @@ function ReportView({ asked }: { asked: number }) {
   }, [asked]);
   if (!report) return null;
   const all = report.reused_tokens + report.computed_tokens;
-  const share = all ? ` (${((100 * report.reused_tokens) / all).toFixed(1)}%)` : "";
-  const bars: [string, number][] = [
-    [words.reused, report.reused_tokens],
-    [words.computed, report.computed_tokens],
-  ];
+  const share = all ? `${((100 * report.reused_tokens) / all).toFixed(1)}%` : "";
   const misses = Object.entries(report.misses)
     .flatMap(([cause, clients]) => Object.entries(clients).map(([client, tokens]) => ({ cause, client, tokens })))
     .sort((one, other) => other.tokens - one.tokens);
@@ -202,41 +209,40 @@ function ReportView({ asked }: { asked: number }) {
     <section aria-label={words.report}>
       <h2>{words.report}</h2>
       <p class="hint">{words.reportSince(report.requests, when(report.since))}</p>
-      <p>
-        {words.reportReused(report.reused_tokens, share)}, {words.reportSaved(seconds(report.saved_seconds))}.
-      </p>
+      <div class="tiles">
+        <Tile name={words.reused} value={share || "–"} note={words.reportReused(report.reused_tokens)} />
+        <Tile name={words.computed} value={count(report.computed_tokens)} note={words.tokens} />
+        <Tile name={words.weekColumns.saved} value={seconds(report.saved_seconds)} note={words.reportSaved} />
+        <Tile name={words.weekColumns.requests} value={count(report.requests)} />
+      </div>
       <ul class="meters" aria-label={words.reportBars}>
-        {bars.map(([name, tokens]) => (
+        {(
+          [
+            [words.reused, report.reused_tokens, "reused"],
+            [words.computed, report.computed_tokens, "computed"],
+          ] as const
+        ).map(([name, tokens, kind]) => (
           <li>
             <span>{name}</span>
-            <meter min={0} max={Math.max(1, all)} value={tokens} aria-label={name} />
-            <span class="figure">{words.holds(tokens)}</span>
+            <Meter label={name} value={tokens} most={all} kind={kind} />
+            <span class="num">{words.holds(tokens)}</span>
           </li>
         ))}
       </ul>
       <Week days={report.days} />
       {misses.length ? (
-        <div class="wide" tabIndex={0} role="region" aria-label={words.reportMisses}>
-          <table class="list">
-            <caption>{words.reportMisses}</caption>
-            <thead>
-              <tr>
-                {Object.values(words.missColumns).map((column) => (
-                  <th scope="col">{column}</th>
-                ))}
+        <>
+          <h3>{words.reportMisses}</h3>
+          <Table label={words.reportMisses} columns={words.missColumns} figures={["tokens"]}>
+            {misses.map((each) => (
+              <tr key={`${each.cause} ${each.client}`}>
+                <th scope="row">{each.cause}</th>
+                <td>{each.client}</td>
+                <td class="num">{count(each.tokens)}</td>
               </tr>
-            </thead>
-            <tbody>
-              {misses.map((each) => (
-                <tr key={`${each.cause} ${each.client}`}>
-                  <th scope="row">{each.cause}</th>
-                  <td>{each.client}</td>
-                  <td class="fit">{count(each.tokens)}</td>
-                </tr>
-              ))}
-            </tbody>
-          </table>
-        </div>
+            ))}
+          </Table>
+        </>
       ) : (
         <p class="hint">{words.reportNone}</p>
       )}
@@ -248,105 +254,53 @@ function ReportView({ asked }: { asked: number }) {
 function Week({ days }: { days: ReportDay[] }) {
   const most = Math.max(1, ...days.map((day) => day.reused_tokens + day.computed_tokens));
   return (
-    <div class="wide" tabIndex={0} role="region" aria-label={words.reportWeek}>
-      <table class="list">
-        <caption>{words.reportWeek}</caption>
-        <thead>
-          <tr>
-            {Object.values(words.weekColumns).map((column) => (
-              <th scope="col">{column}</th>
-            ))}
+    <>
+      <h3>{words.reportWeek}</h3>
+      <Table label={words.reportWeek} columns={words.weekColumns} figures={["requests", "reused", "computed", "saved", "written"]}>
+        {days.map((day) => (
+          <tr key={day.day}>
+            <th scope="row" class="fit">
+              {day.day}
+            </th>
+            <td class="bar-cell">
+              <Meter label={words.reused} value={day.reused_tokens} most={most} kind="reused" />
+            </td>
+            <td class="num">{count(day.requests)}</td>
+            <td class="num">{count(day.reused_tokens)}</td>
+            <td class="num">{count(day.computed_tokens)}</td>
+            <td class="num">{seconds(day.saved_seconds)}</td>
+            <td class="num">{day.written_bytes === null ? "" : bytes(day.written_bytes)}</td>
           </tr>
-        </thead>
-        <tbody>
-          {days.map((day) => (
-            <tr key={day.day}>
-              <th scope="row">{day.day}</th>
-              <td>
-                <meter min={0} max={most} value={day.reused_tokens} aria-label={words.reused} />
-              </td>
-              <td class="fit">{count(day.requests)}</td>
-              <td class="fit">{count(day.reused_tokens)}</td>
-              <td class="fit">{count(day.computed_tokens)}</td>
-              <td class="fit">{seconds(day.saved_seconds)}</td>
-              <td class="fit">{day.written_bytes === null ? "" : bytes(day.written_bytes)}</td>
-            </tr>
-          ))}
-        </tbody>
-      </table>
-    </div>
-  );
-}
-
-function Catalogue() {
-  const [models, show] = useState<CatalogueEntry[]>([]);
-  useEffect(() => {
-    get<List<CatalogueEntry>>(path("catalogue")).then((page) => show(page.data), () => {});
-  }, []);
-  return (
-    <div class="wide" tabIndex={0} role="region" aria-label={words.catalogue}>
-      <table class="list">
-        <thead>
-          <tr>
-            {Object.values(words.catalogueColumns).map((column) => (
-              <th scope="col">{column}</th>
-            ))}
-          </tr>
-        </thead>
-        <tbody>
-          {models.map((model) => (
-            <tr key={model.name}>
-              <th scope="row">
-                {model.name} {model.recommended && <span class="badge">{words.best}</span>}
-                {model.served && <span class="badge">{words.served}</span>}
-              </th>
-              <td class="fit">{words.fits[model.fit]}</td>
-              <td class="fit">{bytes(model.nbytes)}</td>
-              <td class="fit">{bytes(model.memory_bytes)}</td>
-              <td class="fit">{count(model.context)}</td>
-              <td>{model.purpose}</td>
-              <td>{model.licence}</td>
-            </tr>
-          ))}
-        </tbody>
-      </table>
-    </div>
+        ))}
+      </Table>
+    </>
   );
 }
 
 function Requests({ requests }: { requests: RecentRequest[] }) {
   if (!requests.length) return <p class="hint">{words.requestsNone}</p>;
   return (
-    <div class="wide" tabIndex={0} role="region" aria-label={words.requests}>
-      <table class="list">
-        <thead>
-          <tr>
-            {Object.values(words.columns).map((column) => (
-              <th scope="col">{column}</th>
+    <Table label={words.requests} columns={words.columns} figures={["computed", "first", "speed"]}>
+      {requests.map((each) => (
+        <tr key={each.number}>
+          <td class="fit">{when(each.ended)}</td>
+          <td title={each.session ?? undefined}>
+            {each.session && <a href={link({ view: "talk", session: each.session })}>{middle(each.session, 30)}</a>}
+          </td>
+          <td>
+            {Object.entries(each.reuse.tiers).map(([tier, tokens]) => (
+              <span class="figure">
+                <i class={`dot tier-${tier}`} aria-hidden="true" />
+                {count(tokens)} {tier}
+              </span>
             ))}
-          </tr>
-        </thead>
-        <tbody>
-          {requests.map((each) => (
-            <tr key={each.number}>
-              <td class="fit">{when(each.ended)}</td>
-              <td>{each.session && <a href={link({ view: "talk", session: each.session })}>{each.session}</a>}</td>
-              <td>
-                {Object.entries(each.reuse.tiers).map(([tier, tokens]) => (
-                  <span class="figure">
-                    <i class={`dot tier-${tier}`} aria-hidden="true" />
-                    {count(tokens)} {tier}
-                  </span>
-                ))}
-              </td>
-              <td>{count(each.reuse.computed)}</td>
-              <td class="fit">{seconds(each.timings.queued + each.timings.prefill)}</td>
-              <td>{each.timings.decode_speed.toFixed(1)}</td>
-              <td>{each.reuse.why}</td>
-            </tr>
-          ))}
-        </tbody>
-      </table>
-    </div>
+          </td>
+          <td class="num">{count(each.reuse.computed)}</td>
+          <td class="num">{seconds(each.timings.queued + each.timings.prefill)}</td>
+          <td class="num">{each.timings.decode_speed.toFixed(1)}</td>
+          <td class="hint">{each.reuse.why}</td>
+        </tr>
+      ))}
+    </Table>
   );
 }

@@ -21,9 +21,11 @@ export function Plot({ name, values, shown }: Given) {
   return (
     <figure class="plot">
       <figcaption>
-        {name} <strong>{last === undefined ? "" : shown(last)}</strong>
+        {name} <strong>{last === undefined ? "–" : shown(last)}</strong>
+        <span class="hint">{values.length > 1 ? texts.machine.plotMost(shown(most)) : texts.machine.plotNone}</span>
       </figcaption>
       <svg viewBox={`0 0 ${WIDTH} ${HEIGHT}`} preserveAspectRatio="none" role="img" aria-label={label}>
+        {values.length > 1 && <polygon points={`0,${HEIGHT} ${points} ${WIDTH},${HEIGHT}`} />}
         <polyline points={points} />
         {values.length === 1 && <circle cx={across(0)} cy={down(values[0]!)} r="3" />}
       </svg>

@@ -1,5 +1,7 @@
 /** Under a reply: where its prompt came from, how fast it was, and why not more was reused. */
 
+import { ChevronDown, Microscope } from "lucide-preact";
+import { useId, useState } from "preact/hooks";
 import type { Turn } from "../api";
 import type { Told } from "../conversation";
 import { texts } from "../texts";
@@ -54,12 +56,22 @@ export function figures(turn: Turn, told: Told | undefined): Figures {
   };
 }
 
-export function ReuseBar({ turn, told }: { turn: Turn; told: Told | undefined }) {
+interface Given {
+  turn: Turn;
+  told: Told | undefined;
+  onInside: () => void;
+}
+
+/** One quiet line under a reply. It opens to the bar, the times and the reason. */
+export function ReuseLine({ turn, told, onInside }: Given) {
+  const [open, show] = useState(false);
+  const id = useId();
   const { tiers, seconds, computed, first, speed, written, why, guesses } = figures(turn, told);
   const parts = [...TIERS.map((tier) => [tier, tiers[tier] ?? 0] as const), ["computed", computed] as const].filter(
     ([, tokens]) => tokens > 0,
   );
   if (!parts.length) return null;
+  const whole = parts.reduce((sum, [, tokens]) => sum + tokens, 0);
   const words = [
     ...parts.map(([name, tokens]) => texts.reuse.part(tokens, texts.reuse[name], seconds[name])),
     ...(first ? [texts.reuse.first(first)] : []),
@@ -69,23 +81,37 @@ export function ReuseBar({ turn, told }: { turn: Turn; told: Told | undefined })
   ];
   return (
     <div class="reuse">
-      <div class="reuse-bar" role="img" aria-label={`${texts.reuse.label}: ${words.join(", ")}`}>
-        {parts.map(([name, tokens]) => (
-          <span class={`tier-${name}`} style={{ flexGrow: tokens }} />
-        ))}
-      </div>
-      <p class="figures">
-        {parts.map(([name, tokens]) => (
-          <span class="figure">
-            <i class={`dot tier-${name}`} aria-hidden="true" />
-            {texts.reuse.part(tokens, texts.reuse[name], seconds[name])}
-          </span>
-        ))}
-        {words.slice(parts.length).map((word) => (
-          <span class="figure">{word}</span>
-        ))}
-      </p>
-      {why && <p class="why">{texts.reuse.why(why)}</p>}
+      <button type="button" class="reuse-line" aria-expanded={open} aria-controls={open ? id : undefined} onClick={() => show(!open)}>
+        {texts.reuse.line(whole - computed, whole)}
+        {speed ? <span class="reuse-speed">{texts.reuse.speed(speed)}</span> : null}
+        <ChevronDown size={14} class={open ? "turned" : undefined} aria-hidden="true" />
+      </button>
+      {open && (
+        <div id={id} class="reuse-more">
+          <div class="reuse-bar" role="img" aria-label={`${texts.reuse.label}: ${words.join(", ")}`}>
+            {parts.map(([name, tokens]) => (
+              <span class={`tier-${name}`} style={{ flexGrow: tokens }} />
+            ))}
+          </div>
+          <p class="figures">
+            {parts.map(([name, tokens]) => (
+              <span class="figure">
+                <i class={`dot tier-${name}`} aria-hidden="true" />
+                {texts.reuse.part(tokens, texts.reuse[name], seconds[name])}
+              </span>
+            ))}
+            {words.slice(parts.length).map((word) => (
+              <span class="figure">{word}</span>
+            ))}
+          </p>
+          {why && <p class="why">{texts.reuse.why(why)}</p>}
+          {turn.kind === "turn" && (
+            <button type="button" class="plain-button" onClick={onInside}>
+              <Microscope size={15} aria-hidden="true" /> {texts.talk.inside}
+            </button>
+          )}
+        </div>
+      )}
     </div>
   );
 }

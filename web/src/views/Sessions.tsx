@@ -1,13 +1,20 @@
 /** All sessions: search, sleep and wake, export and import, delete with undo. */
 
+import { Download, Moon, Search, Sun, Trash, Upload } from "lucide-preact";
 import { useEffect, useRef, useState } from "preact/hooks";
 import { get, path, post, query, request } from "../api";
 import type { List, Plan, Reuse, SessionAnswer, SessionState, SessionSummary } from "../api";
+import { agentName, isOpaque, titleOf } from "../names";
 import { deleteSession, leaving, notify, notifyError } from "../notices";
+import { IconButton } from "../parts/Icon";
+import { FileButton, Menu, MenuItem } from "../parts/Pop";
+import { Table } from "../parts/Table";
 import { link, open } from "../route";
+import { beginning, download } from "../sessions";
 import { useWatched } from "../store";
-import { bytes, count, texts, when } from "../texts";
+import { bytes, count, middle, texts, when } from "../texts";
 import { Dialog } from "./Dialog";
+import { EXPORTS } from "./Sidebar";
 
 const words = texts.sessions;
 const PAGE = 50;
@@ -35,33 +42,25 @@ export function Sessions() {
     <div class="page">
       <header class="row">
         <h1>{words.title}</h1>
-        <input
-          type="search"
-          aria-label={words.search}
-          placeholder={words.search}
-          value={text}
-          onInput={(event) => search(event.currentTarget.value)}
-        />
+        <label class="search">
+          <Search size={16} aria-hidden="true" />
+          <input
+            type="search"
+            aria-label={words.search}
+            placeholder={words.search}
+            value={text}
+            onInput={(event) => search(event.currentTarget.value)}
+          />
+        </label>
       </header>
       <ImportBox onDone={reload} />
       {found && !rows.length && <p class="hint">{text ? words.noneFound : words.none}</p>}
       {rows.length > 0 && (
-        <div class="wide" tabIndex={0} role="region" aria-label={words.title}>
-          <table class="list">
-            <thead>
-              <tr>
-                {Object.values(words.columns).map((column) => (
-                  <th scope="col">{column}</th>
-                ))}
-              </tr>
-            </thead>
-            <tbody>
-              {rows.map((session) => (
-                <Row key={session.name} session={session} asked={asked} onChanged={reload} onWake={plan} />
-              ))}
-            </tbody>
-          </table>
-        </div>
+        <Table label={words.title} columns={words.columns} figures={["turns", "tokens", "size"]} cards>
+          {rows.map((session) => (
+            <Row key={session.name} session={session} asked={asked} onChanged={reload} onWake={plan} />
+          ))}
+        </Table>
       )}
       {more && (
         <button type="button" class="quiet" onClick={() => read(found![found!.length - 1]!.name, found!).catch(notifyError)}>
@@ -92,6 +91,7 @@ interface RowGiven {
 
 function Row({ session, asked, onChanged, onWake }: RowGiven) {
   const [state, show] = useState<SessionState | null>(null);
+  const [begun, begin] = useState("");
   const row = useRef<HTMLTableRowElement>(null);
   const { name } = session;
   useEffect(() => {
@@ -100,6 +100,7 @@ function Row({ session, asked, onChanged, onWake }: RowGiven) {
       if (!entries.some((entry) => entry.isIntersecting)) return;
       seen.disconnect();
       get<SessionState>(path("sessions", name, "state")).then(show, () => {});
+      if (isOpaque(name) && !session.title) beginning(name).then(begin, () => {});
     });
     seen.observe(row.current!);
     return () => seen.disconnect();
@@ -113,54 +114,67 @@ function Row({ session, asked, onChanged, onWake }: RowGiven) {
   const wake = () => get<Plan>(path("sessions", name, "plan")).then((plan) => onWake({ name, plan }), notifyError);
   const disk = state ? state.turn_bytes + (state.tiers.disk?.nbytes ?? 0) : null;
   const status = state && (state.awake ? words.awake : state.tiers.disk ? words.asleep : words.cold);
+  const title = begun || titleOf(session);
   return (
     <tr ref={row}>
       <th scope="row">
-        <a href={link({ view: "talk", session: name })}>{name}</a>
+        <a href={link({ view: "talk", session: name })} title={name}>
+          {title}
+        </a>
+        {isOpaque(name) && <span class="hint">{middle(name, 26)}</span>}
       </th>
-      <td>{session.model}</td>
-      <td class="fit">{count(session.turns)}</td>
-      <td class="fit">{count(session.tokens)}</td>
-      <td class="fit">{when(session.updated)}</td>
-      <td>
+      <td data-label={words.columns.from}>
         {session.origin
           ? words.origin(session.origin.how, session.origin.session)
-          : session.agent || (session.kind === "session" ? "" : session.kind)}
+          : session.agent && session.agent !== "browser"
+            ? agentName(session.agent)
+            : session.kind === "session"
+              ? ""
+              : session.kind}
       </td>
-      <td>{status && <span class={`status ${status === words.awake ? "on" : "off"}`}>{status}</span>}</td>
-      <td class="fit">{disk === null ? "" : bytes(disk)}</td>
-      <td>
-        <div class="row">
-          {state?.awake === false ? (
-            <button type="button" class="quiet" aria-label={words.wake(name)} onClick={() => void wake()}>
-              {words.verbs.wake}
-            </button>
-          ) : (
-            <button type="button" class="quiet" aria-label={words.sleep(name)} onClick={() => void sleep()}>
-              {words.verbs.sleep}
-            </button>
-          )}
-          <button type="button" class="quiet" aria-label={words.exports(name)} onClick={() => download(name).catch(notifyError)}>
-            {words.verbs.export}
-          </button>
-          <button type="button" class="quiet" aria-label={words.remove(name)} onClick={() => deleteSession(name, onChanged, onChanged)}>
-            {words.verbs.remove}
-          </button>
-        </div>
+      <td data-label={words.columns.model} title={session.model}>
+        {session.model && middle(session.model, 26)}
+      </td>
+      <td data-label={words.columns.turns} class="num">
+        {count(session.turns)}
+      </td>
+      <td data-label={words.columns.tokens} class="num">
+        {count(session.tokens)}
+      </td>
+      <td data-label={words.columns.size} class="num">
+        {disk === null ? "" : bytes(disk)}
+      </td>
+      <td data-label={words.columns.changed} class="fit">
+        {when(session.updated)}
+      </td>
+      <td data-label={words.columns.state}>
+        {status && <span class={`status ${status === words.awake ? "on" : "off"}`}>{status}</span>}
+      </td>
+      <td class="row-actions">
+        {state?.awake === false ? (
+          <IconButton icon={Sun} label={words.wake(name)} onClick={() => void wake()} />
+        ) : (
+          <IconButton icon={Moon} label={words.sleep(name)} onClick={() => void sleep()} />
+        )}
+        <Menu label={words.exports(name)} icon={Download}>
+          {(close) =>
+            EXPORTS.map((form) => (
+              <MenuItem
+                icon={Download}
+                onPick={() => {
+                  close();
+                  void download(session, form).catch(notifyError);
+                }}
+              >
+                {words.exportAs[form]}
+              </MenuItem>
+            ))
+          }
+        </Menu>
+        <IconButton icon={Trash} label={words.remove(name)} onClick={() => deleteSession(name, onChanged, onChanged, title)} />
       </td>
     </tr>
   );
-}
-
-/** Through a request of the page's own: a link could not carry the key. */
-async function download(name: string): Promise<void> {
-  const response = await request(path("sessions", name, "export"));
-  const address = URL.createObjectURL(await response.blob());
-  const anchor = document.createElement("a");
-  anchor.href = address;
-  anchor.download = `${name}.perdure`;
-  anchor.click();
-  setTimeout(() => URL.revokeObjectURL(address), 60_000);
 }
 
 interface WakeGiven {
@@ -217,7 +231,7 @@ function ImportBox({ onDone }: { onDone: () => void }) {
     onDone();
   };
   return (
-    <label
+    <div
       class={over ? "drop over" : "drop"}
       onDragOver={(event) => {
         event.preventDefault();
@@ -230,15 +244,8 @@ function ImportBox({ onDone }: { onDone: () => void }) {
         void take([...(event.dataTransfer?.files ?? [])]);
       }}
     >
-      {words.drop}
-      <input
-        type="file"
-        aria-label={words.import}
-        onChange={(event) => {
-          void take([...(event.currentTarget.files ?? [])]);
-          event.currentTarget.value = "";
-        }}
-      />
-    </label>
+      <span>{words.drop}</span>
+      <FileButton label={words.import} icon={Upload} onFiles={(files) => void take(files)} />
+    </div>
   );
 }

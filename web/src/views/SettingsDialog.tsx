@@ -2,8 +2,9 @@
 
 import { useEffect, useState } from "preact/hooks";
 import type { Conversation } from "../conversation";
-import { adapters, type Option, options, type Settings } from "../settings";
-import { texts } from "../texts";
+import { defaults, type Option, options, type Settings } from "../settings";
+import { Select } from "../parts/Pop";
+import { count, texts } from "../texts";
 import { Dialog } from "./Dialog";
 
 const words = texts.settings;
@@ -20,24 +21,20 @@ function jsonProblem(text: string): string | null {
 
 export function SettingsDialog({ talk, onClose }: { talk: Conversation; onClose: () => void }) {
   const [edited, edit] = useState<Settings>(talk.settings);
-  const [system, writeSystem] = useState(talk.system ?? "");
   const change = (part: Partial<Settings>) => edit({ ...edited, ...part });
   const schemaProblem = edited.output === "schema" ? jsonProblem(edited.schema) : null;
   const toolsProblem = edited.tools.trim() ? jsonProblem(edited.tools) : null;
   const close = () => {
     if (!schemaProblem && !toolsProblem) {
       talk.settings = edited;
-      if (talk.name === null) talk.system = system.trim() ? system : null;
       talk.changed();
     }
     onClose();
   };
   const [known, know] = useState<Option[]>([]);
-  const [offered, offer] = useState<Record<string, number>>({});
   useEffect(() => {
     // Where it cannot be asked, the conversation itself says what is wrong.
     options().then(know, () => know([]));
-    adapters().then(offer, () => offer({}));
   }, []);
   const set = (name: string, value: number | string[] | null) => {
     const sampling = { ...edited.sampling };
@@ -63,24 +60,6 @@ export function SettingsDialog({ talk, onClose }: { talk: Conversation; onClose:
           event.currentTarget.closest("dialog")?.close();
         }}
       >
-        <label>
-          {words.system}
-          <textarea
-            rows={3}
-            value={system}
-            disabled={talk.name !== null}
-            onInput={(event) => writeSystem(event.currentTarget.value)}
-          />
-        </label>
-        {talk.name !== null && <p class="hint">{words.systemFixed}</p>}
-        {Object.keys(offered).length > 0 && (
-          <Choice
-            label={words.adapter}
-            options={{ "": words.usualAdapter, ...Object.fromEntries(Object.keys(offered).map((name) => [name, name])) }}
-            value={Object.keys(edited.adapters ?? {})[0] ?? ""}
-            onChange={(name) => change({ adapters: name ? { [name]: offered[name] ?? 1 } : null })}
-          />
-        )}
         <fieldset>
           <legend>{words.sampling}</legend>
           {fields(true)}
@@ -88,23 +67,28 @@ export function SettingsDialog({ talk, onClose }: { talk: Conversation; onClose:
             <summary>{words.further}</summary>
             {fields(false)}
           </details>
-          <label>
-            {words.stop}
+          <label class="field">
+            <span class="field-label">{words.stop}</span>
             <textarea
               rows={2}
+              aria-describedby="stop-note"
               value={edited.stop.join("\n")}
               onInput={(event) => change({ stop: event.currentTarget.value.split("\n").filter(Boolean) })}
             />
+            <span id="stop-note" class="hint">
+              {words.stopNote}
+            </span>
           </label>
         </fieldset>
         <fieldset>
           <legend>{words.context}</legend>
-          <Choice label={words.overflow} options={words.overflows} value={edited.overflow} onChange={(overflow) => change({ overflow })} />
-          <Choice label={words.reasoning} options={words.reasonings} value={edited.reasoning} onChange={(reasoning) => change({ reasoning })} />
-          <label>
-            {words.reasoning_budget}
+          <Select label={words.overflow} hint={words.overflowNote} options={words.overflows} value={edited.overflow} onChange={(overflow) => change({ overflow })} />
+          <Select label={words.reasoning} hint={words.reasoningNote} options={words.reasonings} value={edited.reasoning} onChange={(reasoning) => change({ reasoning })} />
+          <label class="field">
+            <span class="field-label">{words.reasoning_budget}</span>
             <input
               type="number"
+              aria-describedby="budget-note"
               min={0}
               placeholder={words.placeholder}
               value={edited.reasoning_budget ?? ""}
@@ -113,12 +97,16 @@ export function SettingsDialog({ talk, onClose }: { talk: Conversation; onClose:
                 change({ reasoning_budget: text === "" ? null : Number(text) });
               }}
             />
+            <span id="budget-note" class="hint">
+              {words.budgetNote}
+            </span>
           </label>
         </fieldset>
         <fieldset>
           <legend>{words.output}</legend>
-          <Choice
-            label={words.output}
+          <Select
+            label={words.format_}
+            hint={words.outputNote}
             options={words.outputs}
             value={edited.output}
             onChange={(output) => change({ output: output as Settings["output"] })}
@@ -127,21 +115,28 @@ export function SettingsDialog({ talk, onClose }: { talk: Conversation; onClose:
             <JsonField label={words.schema} text={edited.schema} problem={schemaProblem} onChange={(schema) => change({ schema })} />
           )}
           {edited.output === "regex" && (
-            <label>
-              {words.regex}
+            <label class="field">
+              <span class="field-label">{words.regex}</span>
               <input class="mono" value={edited.regex} onInput={(event) => change({ regex: event.currentTarget.value })} />
             </label>
           )}
           <JsonField label={words.tools} text={edited.tools} problem={toolsProblem} onChange={(tools) => change({ tools })} />
         </fieldset>
         <label class="check">
-          <input type="checkbox" checked={edited.logprobs} onChange={(event) => change({ logprobs: event.currentTarget.checked })} />
-          {words.logprobs}
+          <input type="checkbox" class="switch" checked={edited.logprobs} onChange={(event) => change({ logprobs: event.currentTarget.checked })} />
+          <span>
+            {words.logprobs}
+            <span class="hint">{words.logprobsNote}</span>
+          </span>
         </label>
-        <p class="hint">{words.logprobsNote}</p>
-        <button type="submit" disabled={!!(schemaProblem || toolsProblem)}>
-          {words.close}
-        </button>
+        <footer class="dialog-foot">
+          <button type="button" class="quiet" onClick={() => edit(defaults())}>
+            {words.reset}
+          </button>
+          <button type="submit" disabled={!!(schemaProblem || toolsProblem)}>
+            {words.close}
+          </button>
+        </footer>
       </form>
     </Dialog>
   );
@@ -156,56 +151,90 @@ interface FieldGiven {
 /** A setting of sampling. What is left empty is as the server has it. */
 function Field({ option, value, onChange }: FieldGiven) {
   const label = LABELS[option.name] ?? option.name.charAt(0).toUpperCase() + option.name.slice(1).replace(/_/g, " ");
+  const note = `${option.name}-note`;
+  const about = (
+    <span id={note} class="hint">
+      {option.help.charAt(0).toUpperCase() + option.help.slice(1)}. {range(option)}
+    </span>
+  );
   if (option.kind === "texts" || option.kind === "biases")
     return (
-      <label title={option.help}>
-        {label}
+      <label class="field">
+        <span class="field-label">{label}</span>
         <textarea
           rows={2}
           name={option.name}
-          placeholder={option.kind === "biases" ? words.biases : words.placeholder}
+          aria-describedby={note}
+          placeholder={option.kind === "biases" ? words.biases : option.default}
           value={((value as string[] | undefined) ?? []).join("\n")}
           onInput={(event) => {
             const lines = event.currentTarget.value.split("\n").filter(Boolean);
             onChange(lines.length ? lines : null);
           }}
         />
+        {about}
       </label>
     );
   return (
-    <label title={option.help}>
-      {label}
+    <label class="field">
+      <span class="field-label">{label}</span>
       <input
         type="number"
         name={option.name}
+        aria-describedby={note}
         step={option.kind === "integer" ? 1 : "any"}
         min={option.low ?? undefined}
         max={option.high ?? undefined}
-        placeholder={words.placeholder}
+        placeholder={option.default}
         value={(value as number | undefined) ?? ""}
         onInput={(event) => onChange(event.currentTarget.value === "" ? null : Number(event.currentTarget.value))}
       />
+      {about}
     </label>
   );
 }
 
-interface ChoiceGiven {
-  label: string;
-  options: Record<string, string>;
-  value: string;
-  onChange: (value: string) => void;
+const UNBOUNDED = 1e6;
+/** From here on, a limit is none that a person would meet. */
+
+/** The values that a setting takes, in words. */
+function range({ low, high, kind }: Option): string {
+  if (kind === "texts" || kind === "biases" || low === null || high === null) return "";
+  const least = low <= -UNBOUNDED ? null : low < 0.001 && low > 0 ? 0 : low;
+  if (high >= UNBOUNDED) return least === null ? words.anyNumber : words.from(count(least));
+  return words.range(count(least ?? 0), count(high));
 }
 
-function Choice({ label, options, value, onChange }: ChoiceGiven) {
+/** The system message: chosen when a conversation begins, and shown from then on. */
+export function SystemDialog({ talk, onClose }: { talk: Conversation; onClose: () => void }) {
+  const [system, write] = useState(talk.system ?? "");
+  const isFixed = talk.name !== null;
+  const close = () => {
+    if (!isFixed) {
+      talk.system = system.trim() ? system : null;
+      talk.changed();
+    }
+    onClose();
+  };
   return (
-    <label>
-      {label}
-      <select value={value} onChange={(event) => onChange(event.currentTarget.value)}>
-        {Object.entries(options).map(([name, text]) => (
-          <option value={name}>{text}</option>
-        ))}
-      </select>
-    </label>
+    <Dialog title={words.system} onClose={close}>
+      <form
+        class="settings"
+        onSubmit={(event) => {
+          event.preventDefault();
+          event.currentTarget.closest("dialog")?.close();
+        }}
+      >
+        <label class="field">
+          <span class="field-label">{words.systemLabel}</span>
+          <textarea rows={6} value={system} disabled={isFixed} onInput={(event) => write(event.currentTarget.value)} />
+        </label>
+        <p class="hint">{isFixed ? words.systemFixed : words.systemNote}</p>
+        <footer class="dialog-foot">
+          <button type="submit">{words.close}</button>
+        </footer>
+      </form>
+    </Dialog>
   );
 }
 
@@ -219,8 +248,8 @@ interface JsonGiven {
 function JsonField({ label, text, problem, onChange }: JsonGiven) {
   return (
     <div class="json">
-      <label>
-        {label}
+      <label class="field">
+        <span class="field-label">{label}</span>
         <textarea
           class="mono"
           rows={Math.min(14, Math.max(3, text.split("\n").length))}

@@ -1,16 +1,26 @@
 /** The conversation: its turns, the reply on its way, and where the next message is written. */
 
+import { Download, Ellipsis, GitBranch, Menu as MenuIcon, PenLine, Pencil, ScrollText, SlidersHorizontal, SquarePen, TriangleAlert, X } from "lucide-preact";
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
-import { get, path, post, type List, type Message } from "../api";
+import { path, post, type Message } from "../api";
 import { forkAs, openAt, type Conversation, type Pending } from "../conversation";
 import { DrawQueue, keepPlace, placeOf, type Place } from "../drawing";
+import { chosenModel, models } from "../models";
+import { titleOf } from "../names";
 import { notifyError } from "../notices";
+import { IconButton } from "../parts/Icon";
+import { Menu, MenuItem } from "../parts/Pop";
+import { link } from "../route";
+import { download, file } from "../sessions";
 import { useWatched } from "../store";
-import { middle, texts } from "../texts";
+import { count, texts } from "../texts";
 import { Composer } from "./Composer";
 import { Dialog } from "./Dialog";
+import { Beginnings, Greeting } from "./Greeting";
 import { Inside } from "./Inside";
-import { SettingsDialog } from "./SettingsDialog";
+import { ModelPicker } from "./ModelPicker";
+import { SettingsDialog, SystemDialog } from "./SettingsDialog";
+import { EXPORTS, TitleField } from "./Sidebar";
 import { goTo, TreePane } from "./TreePane";
 import { grouped, TurnGroup } from "./TurnGroup";
 import { ReplyBody, Said, type Actions } from "./TurnView";
@@ -26,32 +36,22 @@ export const drafts = {
   set: (name: string, text: string) => (text ? sessionStorage.setItem(DRAFT + name, text) : sessionStorage.removeItem(DRAFT + name)),
 };
 
-let served: Promise<string> | null = null;
-
-/** What the server calls its model. */
-function servedModel(): Promise<string> {
-  served ??= get<List<{ id: string }>>(path("models")).then((page) => page.data[0]?.id ?? "");
-  return served;
-}
-
 interface Given {
   talk: Conversation;
   treeShown: boolean;
   onTree: () => void;
+  onMenu: () => void;
   settingsShown: boolean;
   onSettings: (shown: boolean) => void;
 }
 
-export function Talk({ talk, treeShown, onTree, settingsShown, onSettings }: Given) {
+export function Talk({ talk, treeShown, onTree, onMenu, settingsShown, onSettings }: Given) {
   useWatched(talk);
   const scroller = useRef<HTMLDivElement>(null);
   const follows = useRef(true);
   const [point, choose] = useState<{ how: "fork" | "remember"; turn: number } | null>(null);
   const [looked, look] = useState<number | null>(null);
-  const [model, setModel] = useState("");
-  useEffect(() => {
-    servedModel().then(setModel, () => (served = null));
-  }, []);
+  const chooser = useRef<(() => void) | null>(null);
   const [draft, write] = useState(drafts.get(talk.name ?? ""));
   const written = useRef(draft);
   written.current = draft;
@@ -107,22 +107,19 @@ export function Talk({ talk, treeShown, onTree, settingsShown, onSettings }: Giv
     follows.current = element.scrollHeight - element.scrollTop - element.clientHeight < NEAR;
     if (element.scrollTop < 4 * element.clientHeight && talk.first > 1) void talk.earlier();
   };
-  const send = (text: string) => {
+  const send = (text: string, words: string) => {
     follows.current = true;
     const from = talk.name ?? "";
     // Until the server has it, it is kept: a reload, a limit or a server that is away loses nothing.
     drafts.set(from, text);
-    const back = () => {
-      if (!written.current) setDraft(text);
-    };
-    talk.send([{ role: "user", content: text }]).then(
-      (accepted) => {
-        if (!accepted) back();
-        else if (drafts.get(from) === text) drafts.set(from, "");
+    talk.send([{ role: "user", content: text }], words).then(
+      () => {
+        // Accepted, or in the list of what can be sent again.
+        if (drafts.get(from) === text) drafts.set(from, "");
       },
       (error) => {
         notifyError(error);
-        back();
+        if (!written.current) setDraft(text);
       },
     );
   };
@@ -132,25 +129,11 @@ export function Talk({ talk, treeShown, onTree, settingsShown, onSettings }: Giv
   );
   const hidden = talk.pending && talk.pending.turn <= talk.count && talk.pending.error === null ? talk.pending.turn : Infinity;
   const groups = useMemo(() => grouped(talk.turns.filter((turn) => turn.turn < hidden)), [talk.turns, hidden]);
+  const isEmpty = (talk.state === "new" || talk.state === "ready") && !talk.count && !talk.pending && !talk.unsent.length;
   return (
     <div class={treeShown ? "talk with-tree" : "talk"}>
-      <div class="column">
-        <header class="talk-head">
-          <h1 title={talk.name ?? undefined}>{talk.name === null ? texts.nav.newConversation : middle(talk.name, 60)}</h1>
-          {model && (
-            <span class="hint model" title={texts.talk.by(model)}>
-              {middle(model)}
-            </span>
-          )}
-          <div class="row" role="toolbar" aria-label={texts.talk.tools}>
-            <button type="button" class="quiet" onClick={() => onSettings(true)}>
-              {texts.settings.open}
-            </button>
-            <button type="button" class="quiet" aria-expanded={treeShown} aria-controls="branches" onClick={onTree}>
-              {treeShown ? texts.tree.hide : texts.tree.show}
-            </button>
-          </div>
-        </header>
+      <div class={isEmpty ? "column empty" : "column"}>
+        <Head talk={talk} treeShown={treeShown} onTree={onTree} onMenu={onMenu} onSettings={() => onSettings(true)} />
         <div class="turns" ref={scroller} onScroll={onScroll} id="conversation" tabIndex={-1}>
           <div class="inner">
             {talk.first > 1 && (
@@ -158,9 +141,8 @@ export function Talk({ talk, treeShown, onTree, settingsShown, onSettings }: Giv
                 {texts.talk.earlier}
               </button>
             )}
-            {talk.system && talk.first <= 1 && <Said message={{ role: "system", content: talk.system }} />}
-            {talk.state === "new" && !talk.pending && <p class="hint">{texts.talk.empty}</p>}
-            {talk.state === "ready" && !talk.count && !talk.pending && <p class="hint">{texts.talk.empty}</p>}
+            {talk.system && talk.first <= 1 && !isEmpty && <Said message={{ role: "system", content: talk.system }} />}
+            {isEmpty && <Greeting />}
             {talk.state === "gone" && <p class="problem">{talk.name?.includes("/") ? texts.talk.slashed : texts.talk.gone}</p>}
             {talk.state === "unreachable" && (
               <p class="problem" role="status">
@@ -181,7 +163,10 @@ export function Talk({ talk, treeShown, onTree, settingsShown, onSettings }: Giv
                 queue={queue}
               />
             ))}
-            {talk.pending && <PendingTurn talk={talk} pending={talk.pending} onDraft={setDraft} />}
+            {talk.unsent.map((failed) => (
+              <PendingTurn talk={talk} pending={failed} />
+            ))}
+            {talk.pending && <PendingTurn talk={talk} pending={talk.pending} />}
             {talk.busyElsewhere && (
               <p class="note" role="status">
                 {texts.talk.busyElsewhere}
@@ -189,22 +174,36 @@ export function Talk({ talk, treeShown, onTree, settingsShown, onSettings }: Giv
             )}
           </div>
         </div>
-        <Composer
-          writing={talk.writing}
-          stopping={talk.pending?.stopping ?? false}
-          draft={draft}
-          onDraft={setDraft}
-          onSend={send}
-          onStop={() => void talk.stop()}
-        />
+        <div class="bottom">
+          <Composer
+            writing={talk.writing}
+            stopping={talk.pending?.stopping ?? false}
+            draft={draft}
+            onDraft={setDraft}
+            onSend={send}
+            onStop={() => void talk.stop()}
+            session={talk.name}
+            large={isEmpty}
+            chooser={chooser}
+          >
+            <ContextUse talk={talk} isEmpty={isEmpty} />
+          </Composer>
+          {isEmpty && (
+            <Beginnings
+              onWrite={(text) => {
+                setDraft(text);
+                document.getElementById("message")?.focus();
+              }}
+              onFile={() => chooser.current?.()}
+            />
+          )}
+        </div>
       </div>
       {treeShown && (
         <aside id="branches" class="tree" aria-label={texts.tree.title}>
-          <div class="row">
+          <div class="tree-head">
             <h2>{texts.tree.title}</h2>
-            <button type="button" class="quiet" aria-label={texts.tree.hide} onClick={onTree}>
-              ✕
-            </button>
+            <IconButton icon={X} label={texts.tree.hide} onClick={onTree} />
           </div>
           <TreePane talk={talk} />
         </aside>
@@ -218,31 +217,123 @@ export function Talk({ talk, treeShown, onTree, settingsShown, onSettings }: Giv
   );
 }
 
-function PendingTurn({ talk, pending, onDraft }: { talk: Conversation; pending: Pending; onDraft: (text: string) => void }) {
+interface HeadGiven {
+  talk: Conversation;
+  treeShown: boolean;
+  onTree: () => void;
+  onMenu: () => void;
+  onSettings: () => void;
+}
+
+/** Over the conversation: its title, which model answers, and what belongs to all of it. */
+function Head({ talk, treeShown, onTree, onMenu, onSettings }: HeadGiven) {
+  const [renaming, rename] = useState(false);
+  const [systemShown, showSystem] = useState(false);
+  const title = talk.name === null ? texts.nav.newConversation : titleOf({ name: talk.name, title: talk.title, agent: "" });
+  const branches = talk.tree?.sessions.length ?? 0;
+  const session = talk.name === null ? null : { name: talk.name, title: talk.title, agent: "" };
+  return (
+    <header class="talk-head">
+      <IconButton icon={MenuIcon} label={texts.nav.menu} class="only-phone" onClick={onMenu} />
+      <div class="talk-name">
+        {renaming ? (
+          <TitleField
+            title={talk.title || title}
+            onDone={(text) => {
+              rename(false);
+              if (text) void talk.rename(text).catch(notifyError);
+            }}
+          />
+        ) : (
+          <h1 title={talk.name ?? undefined}>{title}</h1>
+        )}
+        {talk.name !== null && !renaming && <IconButton icon={Pencil} label={texts.talk.rename} class="rename only-desk" onClick={() => rename(true)} />}
+        <ModelPicker talk={talk} />
+      </div>
+      <div class="talk-tools" role="toolbar" aria-label={texts.talk.tools}>
+        <IconButton icon={ScrollText} label={texts.settings.system} class={talk.system ? "only-desk marked" : "only-desk"} onClick={() => showSystem(true)} />
+        {session && (
+          <IconButton icon={GitBranch} label={treeShown ? texts.tree.hide : texts.tree.show} expanded={treeShown} controls="branches" onClick={onTree}>
+            {branches > 1 && <span class="count">{branches}</span>}
+          </IconButton>
+        )}
+        <IconButton icon={SlidersHorizontal} label={texts.settings.open} onClick={onSettings} />
+        <a class="icon only-phone" href={link({ view: "talk", session: null })} aria-label={texts.nav.newConversation}>
+          <SquarePen size={18} strokeWidth={1.75} aria-hidden="true" />
+        </a>
+        <Menu label={texts.talk.more} icon={Ellipsis}>
+          {(close) => (
+            <>
+              {session && (
+                <MenuItem
+                  icon={PenLine}
+                  onPick={() => {
+                    close();
+                    rename(true);
+                  }}
+                >
+                  {texts.sessions.verbs.rename}
+                </MenuItem>
+              )}
+              <MenuItem
+                icon={ScrollText}
+                onPick={() => {
+                  close();
+                  showSystem(true);
+                }}
+              >
+                {texts.settings.system}
+              </MenuItem>
+              {session &&
+                EXPORTS.map((form) => (
+                  <MenuItem
+                    icon={Download}
+                    onPick={() => {
+                      close();
+                      void download(session, form).catch(notifyError);
+                    }}
+                  >
+                    {texts.sessions.exportAs[form]}
+                  </MenuItem>
+                ))}
+            </>
+          )}
+        </Menu>
+      </div>
+      {systemShown && <SystemDialog talk={talk} onClose={() => showSystem(false)} />}
+    </header>
+  );
+}
+
+/** Which model answers, and how much of its context the conversation takes. */
+function ContextUse({ talk, isEmpty }: { talk: Conversation; isEmpty: boolean }) {
+  useWatched(models);
+  const model = chosenModel(talk.name);
+  if (!model) return null;
+  const used = Math.min(1, talk.tokens / model.n_ctx);
+  const label = texts.composer.context(count(talk.tokens), count(model.n_ctx));
+  return (
+    <span class="context" title={label}>
+      <svg class={used > 0.85 ? "ring full" : "ring"} viewBox="0 0 20 20" width="16" height="16" role="img" aria-label={label}>
+        <circle cx="10" cy="10" r="8" pathLength="100" />
+        <circle cx="10" cy="10" r="8" pathLength="100" class="used" stroke-dasharray={`${(100 * used).toFixed(1)} 100`} />
+      </svg>
+      <span class="context-words">{isEmpty ? texts.composer.answers(model.id, count(model.n_ctx)) : label}</span>
+    </span>
+  );
+}
+
+function PendingTurn({ talk, pending }: { talk: Conversation; pending: Pending }) {
   const { reply, error, said } = pending;
   const written = reply?.text ?? "";
   const again = (overflow?: string) => {
-    const before = talk.dismiss();
-    if (!before) return;
+    talk.dismiss(pending);
     if (overflow) talk.settings = { ...talk.settings, overflow };
-    const own = before.said.find((message) => message.role === "user")?.content ?? "";
-    onDraft("");
-    talk.send(before.said).then(
-      (accepted) => accepted || onDraft(own),
-      (error) => {
-        notifyError(error);
-        onDraft(own);
-      },
-    );
+    talk.send(said).catch(notifyError);
   };
   const onward = () => {
-    const before = talk.dismiss();
-    if (before) void talk.branch(before.turn, before.said, { text: written, reasoning: reply?.reasoning ?? "" });
-  };
-  const dismiss = () => {
-    const before = talk.dismiss();
-    const own = before?.said.find((message) => message.role === "user");
-    if (own?.content) onDraft(own.content);
+    talk.dismiss(pending);
+    void talk.branch(Math.min(pending.turn, talk.count + 1), said, { text: written, reasoning: reply?.reasoning ?? "" });
   };
   return (
     <article class="turn pending" aria-busy={error === null}>
@@ -252,11 +343,16 @@ function PendingTurn({ talk, pending, onDraft }: { talk: Conversation; pending: 
       {reply && (written || reply.reasoning || reply.calls.length) ? (
         <ReplyBody text={written} reasoning={reply.reasoning} calls={reply.calls} streaming={error === null} />
       ) : error === null ? (
-        <p class="hint">{texts.talk.waiting}</p>
+        <p class="waiting" role="status">
+          <span class="unseen">{texts.talk.waiting}</span>
+          <i /> <i /> <i />
+        </p>
       ) : null}
       {error !== null && (
-        <div class="problem" role="alert">
-          <p>{error}</p>
+        <div class="trouble" role="alert">
+          <p class="problem">
+            <TriangleAlert size={16} aria-hidden="true" /> {error}
+          </p>
           {pending.full && (
             <div class="row" role="group" aria-label={texts.talk.full}>
               <span>{texts.talk.full}</span>
@@ -267,19 +363,33 @@ function PendingTurn({ talk, pending, onDraft }: { talk: Conversation; pending: 
               ))}
             </div>
           )}
+          {pending.stored ? (
+            <div class="row">
+              <button type="button" disabled={talk.writing} onClick={() => void talk.resume()}>
+                {texts.talk.resume}
+              </button>
+              <button type="button" class="quiet" disabled={talk.writing} onClick={() => void talk.resume(true)}>
+                {texts.talk.anew}
+              </button>
+              <button type="button" class="quiet" disabled={talk.writing} onClick={() => void talk.discard()}>
+                {texts.talk.discard}
+              </button>
+            </div>
+          ) : (
           <div class="row">
-            <button type="button" onClick={() => again()}>
+            <button type="button" disabled={talk.writing} onClick={() => again()}>
               {texts.talk.again}
             </button>
             {(written || reply?.reasoning) && talk.name !== null && (
-              <button type="button" class="quiet" onClick={onward}>
+              <button type="button" class="quiet" disabled={talk.writing} onClick={onward}>
                 {texts.talk.onward}
               </button>
             )}
-            <button type="button" class="quiet" onClick={dismiss}>
+            <button type="button" class="quiet" onClick={() => talk.dismiss(pending)}>
               {texts.talk.dismiss}
             </button>
           </div>
+          )}
         </div>
       )}
     </article>
@@ -318,12 +428,13 @@ interface PointGiven {
 }
 
 function PointDialog({ talk, how, turn, onClose }: PointGiven) {
-  const [name, write] = useState(how === "fork" ? `${talk.name}-${turn}` : "");
+  const [name, write] = useState(how === "fork" ? texts.talk.forkName(talk.title || talk.name!, turn) : "");
   const [note, writeNote] = useState("");
   const submit = async () => {
     try {
       if (how === "fork") {
         await forkAs(talk.name!, turn, name);
+        await file(name, { title: name });
         openAt(name, turn);
       } else {
         const said: Message | undefined = talk.turns.find((each) => each.turn === turn)?.messages[0];

@@ -1,10 +1,14 @@
 /** The branches of a conversation, beside its text. */
 
+import { Bookmark, Columns2, Trash } from "lucide-preact";
 import { useState } from "preact/hooks";
 import { path, post, type Place, type TreeTurn } from "../api";
 import { openAt, type Conversation } from "../conversation";
 import { deleteSession, leaving, notifyError } from "../notices";
+import { branchNumber, readable } from "../names";
+import { IconButton } from "../parts/Icon";
 import { link, open } from "../route";
+import { file } from "../sessions";
 import { useWatched } from "../store";
 import { middle, texts } from "../texts";
 import { lines, type Line, type Tree } from "../tree";
@@ -23,27 +27,25 @@ export function TreePane({ talk }: { talk: Conversation }) {
       <ul class="branch-list" aria-label={texts.tree.branches}>
         {others.map((each) => (
           <li class={each.name === talk.name ? "current" : undefined}>
-            <a href={link({ view: "talk", session: each.name })} aria-current={each.name === talk.name ? "page" : undefined}>
-              {middle(each.name)}
+            <a href={link({ view: "talk", session: each.name })} aria-current={each.name === talk.name ? "page" : undefined} title={each.name}>
+              <span class="branch-number">{branchNumber(each.name) || 1}</span>
+              <span class="item-text differs">{differs(tree, each.name, others.map((other) => other.name)) || readable(each.name)}</span>
             </a>
-            {others.length > 1 && <span class="hint differs">{differs(tree, each.name, others.map((other) => other.name))}</span>}
             {each.name !== talk.name && (
               <>
                 <a
-                  class="button quiet"
+                  class="icon"
                   aria-label={texts.tree.compareWith(each.name)}
+                  title={texts.tree.compareWith(each.name)}
                   href={link({ view: "compare", session: talk.name!, other: each.name })}
                 >
-                  {texts.tree.compare}
+                  <Columns2 size={16} aria-hidden="true" />
                 </a>
-                <button
-                  type="button"
-                  class="quiet"
-                  aria-label={texts.tree.remove(each.name)}
+                <IconButton
+                  icon={Trash}
+                  label={texts.tree.remove(each.name)}
                   onClick={() => deleteSession(each.name, () => void talk.readTree(), () => void talk.readTree())}
-                >
-                  ✕
-                </button>
+                />
               </>
             )}
           </li>
@@ -57,7 +59,7 @@ export function TreePane({ talk }: { talk: Conversation }) {
   );
 }
 
-const SHOWN = 40;
+const SHOWN = 60;
 
 /** What a branch says that not all of the others do: its first turn that they do not share. */
 function differs(tree: Tree, name: string, all: string[]): string {
@@ -111,15 +113,21 @@ function TurnItem({ tree, turn, own, talk }: { tree: Tree; turn: TreeTurn; own: 
   return (
     <li class={here ? "here" : undefined}>
       <button type="button" class="node" aria-current={here ? "true" : undefined} onClick={go}>
-        {turn.turn === 0 ? texts.tree.start : turn.said || turn.reply || "…"}
+        {turn.turn === 0 ? texts.tree.start : nodeText(tree, turn)}
       </button>
       {memories.map((memory) => (
         <button type="button" class="badge" aria-label={texts.tree.wake(memory.label)} title={memory.note} onClick={() => void wake(memory)}>
-          {texts.tree.memory(memory.label)}
+          <Bookmark size={12} aria-hidden="true" /> {texts.tree.memory(memory.label)}
         </button>
       ))}
     </li>
   );
+}
+
+/** What a turn is called in the tree: the message, or where another branch has the same one, the reply to it. */
+function nodeText(tree: Tree, turn: TreeTurn): string {
+  const twin = tree.siblings(turn.id).some((id) => id !== turn.id && tree.turns.get(id)!.said === turn.said);
+  return (twin && turn.reply ? texts.tree.replied(turn.reply) : turn.said || turn.reply) || "…";
 }
 
 /** Show a turn: in this conversation, or in the one that has it. */
@@ -140,6 +148,7 @@ async function wake(memory: Place): Promise<void> {
   try {
     const name = `${memory.label}-${Date.now().toString(36)}`;
     await post(path("memories", "wake"), { name, address: memory.address });
+    await file(name, { title: memory.label });
     open({ view: "talk", session: name });
   } catch (error) {
     notifyError(error);

@@ -1,5 +1,7 @@
 /** One turn: what was said, the reply, and what can be done with both. */
 
+import { Bookmark, ChevronLeft, ChevronRight, GitFork, Palette, Pencil, PenLine, RefreshCw, StepForward } from "lucide-preact";
+import type { ComponentChildren } from "preact";
 import { memo } from "preact/compat";
 import { useLayoutEffect, useState } from "preact/hooks";
 import type { Call, Message, Turn } from "../api";
@@ -7,9 +9,10 @@ import { Copy } from "../code";
 import type { Told } from "../conversation";
 import type { DrawQueue } from "../drawing";
 import { Markdown } from "../markdown";
+import { IconButton } from "../parts/Icon";
 import type { Begun } from "../stream";
 import { texts } from "../texts";
-import { ReuseBar } from "./ReuseBar";
+import { ReuseLine } from "./ReuseBar";
 import { Tokens } from "./Tokens";
 
 export interface Actions {
@@ -83,7 +86,15 @@ export const TurnView = memo(({ turn, told, isLast, busy, at, of, actions, queue
       {editing === "said" ? (
         <Editor text={own?.content ?? ""} save={texts.talk.save} onSave={saveSaid} onCancel={() => edit(null)} />
       ) : (
-        turn.messages.map((message) => <Said message={message} />)
+        turn.messages.map((message) => (
+          <Said message={message}>
+            {message === own && (
+              <span class="on-hover">
+                <IconButton icon={Pencil} label={texts.talk.edit} disabled={busy} onClick={() => edit("said")} />
+              </span>
+            )}
+          </Said>
+        ))
       )}
       {turn.reply && (
         <>
@@ -113,65 +124,38 @@ export const TurnView = memo(({ turn, told, isLast, busy, at, of, actions, queue
             />
           )}
           {texts.talk.endings[turn.finish_reason] && <p class="note">{texts.talk.endings[turn.finish_reason]}</p>}
-          <ReuseBar turn={turn} told={told} />
         </>
       )}
       <div class="actions" role="group" aria-label={texts.talk.turnLabel(turn.turn)}>
         {of > 1 && (
           <span class="siblings">
-            <button type="button" class="quiet" aria-label={texts.talk.previous} onClick={() => actions.step(turn.turn, -1)}>
-              ‹
-            </button>
+            <IconButton icon={ChevronLeft} label={texts.talk.previous} onClick={() => actions.step(turn.turn, -1)} />
             <span aria-label={texts.talk.siblings(at, of)} role="img">
               {at}/{of}
             </span>
-            <button type="button" class="quiet" aria-label={texts.talk.next} onClick={() => actions.step(turn.turn, 1)}>
-              ›
-            </button>
+            <IconButton icon={ChevronRight} label={texts.talk.next} onClick={() => actions.step(turn.turn, 1)} />
           </span>
         )}
-        <Copy text={turn.reply?.content ?? ""} label={texts.talk.copy} />
-        {own && (
-          <button type="button" class="quiet" disabled={busy} onClick={() => edit("said")}>
-            {texts.talk.edit}
-          </button>
-        )}
-        {turn.reply && (
-          <>
-            <button type="button" class="quiet" disabled={busy} onClick={() => edit("reply")}>
-              {texts.talk.editReply}
-            </button>
-            <button
-              type="button"
-              class="quiet"
-              disabled={busy}
-              onClick={() => actions.branch(turn.turn, turn.messages)}
-            >
-              {texts.talk.regenerate}
-            </button>
-          </>
-        )}
+        <span class="on-hover">
+          <Copy text={turn.reply?.content ?? ""} label={texts.talk.copy} />
+          {turn.reply && (
+            <>
+              <IconButton icon={RefreshCw} label={texts.talk.regenerate} disabled={busy} onClick={() => actions.branch(turn.turn, turn.messages)} />
+              <IconButton icon={PenLine} label={texts.talk.editReply} disabled={busy} onClick={() => edit("reply")} />
+            </>
+          )}
+          <IconButton icon={GitFork} label={texts.talk.fork} onClick={() => actions.fork(turn.turn)} />
+          <IconButton icon={Bookmark} label={texts.talk.remember} onClick={() => actions.remember(turn.turn)} />
+          {!!told?.logprobs.length && (
+            <IconButton icon={Palette} label={texts.talk.tokens} pressed={asTokens} onClick={() => showTokens(!asTokens)} />
+          )}
+        </span>
         {canContinue && (
-          <button type="button" class="quiet" disabled={busy} onClick={() => actions.goOn()}>
-            {texts.talk.continue}
+          <button type="button" class="plain-button" disabled={busy} onClick={() => actions.goOn()}>
+            <StepForward size={15} aria-hidden="true" /> {texts.talk.continue}
           </button>
         )}
-        <button type="button" class="quiet" onClick={() => actions.fork(turn.turn)}>
-          {texts.talk.fork}
-        </button>
-        <button type="button" class="quiet" onClick={() => actions.remember(turn.turn)}>
-          {texts.talk.remember}
-        </button>
-        {turn.reply && turn.kind === "turn" && (
-          <button type="button" class="quiet" onClick={() => actions.inside(turn.turn)}>
-            {texts.talk.inside}
-          </button>
-        )}
-        {!!told?.logprobs.length && (
-          <button type="button" class="quiet" aria-pressed={asTokens} onClick={() => showTokens(!asTokens)}>
-            {texts.talk.tokens}
-          </button>
-        )}
+        {turn.reply && <ReuseLine turn={turn} told={told} onInside={() => actions.inside(turn.turn)} />}
       </div>
     </article>
   );
@@ -183,12 +167,15 @@ function size(turn: Turn): number {
   return turn.messages.reduce((sum, message) => sum + count(message), turn.reply ? count(turn.reply) : 0);
 }
 
-export function Said({ message }: { message: Message }) {
+export function Said({ message, children }: { message: Message; children?: ComponentChildren }) {
   if (message.role === "user" || message.role === "system" || message.role === "developer")
     return (
       <section class={`said ${message.role}`}>
-        <h2 class="who">{message.role === "user" ? texts.talk.you : texts.talk.system}</h2>
-        <Markdown text={message.content ?? ""} />
+        <h2 class={message.role === "user" ? "unseen" : "who"}>{message.role === "user" ? texts.talk.you : texts.talk.system}</h2>
+        {children}
+        <div class="bubble">
+          <Markdown text={message.content ?? ""} />
+        </div>
       </section>
     );
   if (message.role === "tool")
@@ -212,7 +199,7 @@ interface ReplyGiven {
 export function ReplyBody({ text, reasoning, calls, streaming = false, onAnswer }: ReplyGiven) {
   return (
     <section class="said assistant">
-      <h2 class="who">{texts.talk.model}</h2>
+      <h2 class="unseen">{texts.talk.model}</h2>
       {reasoning && (
         <details class="reasoning">
           <summary>
@@ -295,11 +282,14 @@ function Editor({ text, save, onSave, onCancel }: EditorGiven) {
         if (event.key === "Escape") {
           event.stopPropagation();
           onCancel();
+        } else if (event.key === "Enter" && !event.shiftKey && !event.isComposing && event.target instanceof HTMLTextAreaElement) {
+          event.preventDefault();
+          if (draft.trim()) onSave(draft);
         }
       }}
     >
       <textarea
-        aria-label={texts.talk.edit}
+        aria-label={texts.talk.newText}
         rows={Math.min(16, draft.split("\n").length + 2)}
         value={draft}
         ref={(element) => element?.focus({ preventScroll: true })}
@@ -310,6 +300,7 @@ function Editor({ text, save, onSave, onCancel }: EditorGiven) {
         <button type="button" class="quiet" onClick={onCancel}>
           {texts.talk.cancel}
         </button>
+        <span class="hint">{texts.talk.editKeys}</span>
       </div>
     </form>
   );

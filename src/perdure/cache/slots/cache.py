@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,19 +18,21 @@ from perdure.cache.eviction import Eviction, Use
 from perdure.cache.kept_prefixes import KeptPrefixes
 from perdure.cache.slots.checkpoints import PrefixHash, SlotCheckpoints
 from perdure.cache.slots.placement import Placement, Slot, SlotPlanner, SlotTable, why_not_more
-from perdure.cache.slots.swap_slots import SwapSlots
 from perdure.cache.tiers.memory import MemoryTier
 from perdure.cache.tiers.tiered import Tiers
-from perdure.cache.tiers.write_behind import WriteBehind
 from perdure.decode.request import KeptPrefix, ReuseReport
 from perdure.decode.scheduler import Slots
 from perdure.decode.sequence import PendingPrefix, SlotAssignment
 from perdure.engine.adapters import AdapterSet
 from perdure.engine.context import Context
 from perdure.errors import EngineError
-from perdure.events.event import Swapped
 from perdure.events.hub import EventHub
 from perdure.identity import Identity
+
+if TYPE_CHECKING:
+    from perdure.cache.slots.swap_slots import SwapSlots
+    from perdure.cache.tiers.write_behind import WriteBehind
+
 
 log = logging.getLogger("perdure.cache")
 
@@ -40,14 +42,7 @@ _ROW = 8
 """What it takes to cut and write the row of a token, in tokens that are only read."""
 _WORTH_WAITING = 32
 """Tokens that another request must be about to compute before it pays to wait for it."""
-
-
-class Filled(NamedTuple):
-    """What was brought into a slot: tokens by tier, seconds by tier, and what went wrong."""
-
-    tiers: Mapping[str, int] = {}
-    seconds: Mapping[str, float] = {}
-    trouble: str = ""
+_NOTHING = ReuseReport(computed=0, why="")
 
 
 class SlotSwapper:
@@ -70,13 +65,13 @@ class SlotSwapper:
         changed: Callable[[int], None],
     ) -> None:
         """`slots` are all that the context has, and `swap_slots` those of them that serve no request."""
-        self._swap_slots = (
-            SwapSlots(
+        self._swap_slots: SwapSlots | None = None
+        if swap_slots:
+            from perdure.cache.slots.swap_slots import SwapSlots
+
+            self._swap_slots = SwapSlots(
                 context, swap_slots, checkpoints, eviction=blocks.eviction, store=self.store, changed=changed
             )
-            if swap_slots
-            else None
-        )
         self._context = context
         self._slots = slots
         self._blocks = blocks
@@ -98,13 +93,14 @@ class SlotSwapper:
         self._checkpoints.on_path(slot.seq)
         return self._checkpoints.restorable_length(slot.seq, shared, self._context.length(slot.seq))
 
-    def fill(self, placement: Placement, tokens: Ids, namespace: str, adapters: AdapterSet) -> Filled:
-        """Bring a prefix into its slot. What follows there is computed with `adapters`."""
-        filled = self._fill(placement, tokens, namespace, adapters)
+    def fill(self, placement: Placement, tokens: Ids, namespace: str, adapters: AdapterSet) -> ReuseReport:
+        """Bring a prefix into its slot. What follows there is computed with `adapters`. What was brought, and
+        as the reason what went wrong."""
+        report = self._fill(placement, tokens, namespace, adapters)
         self._context.adapt(adapters, placement.seq)
-        return filled
+        return replace(report, computed=len(tokens) - report.reused)
 
-    def _fill(self, placement: Placement, tokens: Ids, namespace: str, adapters: AdapterSet) -> Filled:
+    def _fill(self, placement: Placement, tokens: Ids, namespace: str, adapters: AdapterSet) -> ReuseReport:
         slot = self._slots[placement.seq]
         source = self._slots[placement.source] if isinstance(placement.source, int) else placement.source
         trouble = ""
@@ -118,28 +114,28 @@ class SlotSwapper:
                 if placement.length < self._context.length(slot.seq):
                     self.store(slot)
                 self._checkpoints.go_back(slot.seq, placement.length)
-                return Filled({"slot": placement.length})
+                return replace(_NOTHING, tiers={"slot": placement.length})
             self._swap_out(slot, source)
             slot.namespace = namespace
             self._context.adapt(adapters, slot.seq)
             if source is None:
-                return Filled()
+                return _NOTHING
             if isinstance(source, Slot):
                 self._copy(source, slot, tokens[: placement.length])
                 slot.exact = source.exact
                 if self._swap_slots is not None:
                     self._swap_slots.swapped_in(source, placement.length)
-                return Filled({"slot": placement.length})
-            filled = self._swap_in(slot, source, tokens)
-            if filled.tiers:
-                return filled
-            trouble = filled.trouble
+                return replace(_NOTHING, tiers={"slot": placement.length})
+            report = self._swap_in(slot, source, tokens)
+            if report.tiers:
+                return report
+            trouble = report.why
         except Exception as error:
             # What could not be moved, for whatever reason, is computed; the ledger says what is there.
             trouble = f"what was held could not be brought in place: {error}"
         self._checkpoints.forget(slot.seq)
         self._context.clear(slot.seq)
-        return Filled(trouble=trouble)
+        return replace(_NOTHING, why=trouble)
 
     def _copy(self, source: Slot, slot: Slot, tokens: Ids) -> None:
         """Make `slot`, which is empty, hold `tokens`, with which `source` begins."""
@@ -196,24 +192,26 @@ class SlotSwapper:
             memory.unpin(here)
         self._checkpoints.forget(slot.seq)
         self._context.clear(slot.seq)
-        self._tell_swapped("out", slot, length, began)
+        self._emit_swapped("out", slot, length, began)
 
-    def _tell_swapped(self, direction: str, slot: Slot, tokens: int, began: float) -> None:
+    def _emit_swapped(self, direction: str, slot: Slot, tokens: int, began: float) -> None:
         if (events := self._blocks.events).on:
+            from perdure.events.event import Swapped
+
             events.emit(Swapped, "", direction, slot.seq, tokens, time.monotonic() - began)
 
-    def _swap_in(self, slot: Slot, hit: PrefixHit, tokens: Ids) -> Filled:
+    def _swap_in(self, slot: Slot, hit: PrefixHit, tokens: Ids) -> ReuseReport:
         began = time.monotonic()
         prefix = self._blocks.load(hit)
         trouble = ""
         if prefix.length < hit.length:
             trouble = f"what was kept from token {prefix.length} on was damaged or is gone"
         if not prefix.length:
-            return Filled(trouble=trouble)
+            return replace(_NOTHING, why=trouble)
         self._context.assemble(tokens[: prefix.length], prefix.pieces, prefix.tail_state, slot.seq)
         self._checkpoints.swapped_in(slot.seq, prefix)
-        self._tell_swapped("in", slot, prefix.length, began)
-        return Filled(prefix.tiers, prefix.seconds, trouble)
+        self._emit_swapped("in", slot, prefix.length, began)
+        return ReuseReport(tiers=prefix.tiers, seconds=prefix.seconds, computed=0, why=trouble)
 
 
 class SlotCache(Slots):
@@ -308,14 +306,29 @@ class SlotCache(Slots):
         conversation: str = "",
         side: bool = False,
     ) -> SlotAssignment | PendingPrefix | None:
-        idle = self.table.idle
+        place = self._bring(tokens, Use(namespace, conversation, side), adapters, reuse, pins)
+        if tokens.size and isinstance(place, SlotAssignment):
+            for tier, count in place.report.tiers.items():
+                self.reused[tier] = self.reused.get(tier, 0) + count
+            self.computed += place.report.computed
+        return place
+
+    def _bring(
+        self,
+        tokens: Ids,
+        use: Use,
+        adapters: AdapterSet | None,
+        reuse: bool = True,
+        pins: Sequence[KeptPrefix] = (),
+    ) -> SlotAssignment | PendingPrefix | None:
+        """A slot with as much of `tokens` as is kept, or what to wait for."""
+        idle, namespace = self.table.idle, use.namespace
         if not idle.any():
             return None
         adapters = self._chosen(adapters)
         refusal = self.planner.inexact if reuse else "reuse was not wanted"
         reusable = tokens if refusal is None else tokens[:0]
         hit = self.blocks.lookup(reusable, namespace, adapters)
-        use = Use(namespace, conversation, side)
         tip = self.blocks.use(tokens, use, adapters)
         choice = self.planner.choose(idle, tokens, reusable, namespace, adapters, hit)
         # What a busy sequence has so far does not count: the rest of it is worth waiting for too.
@@ -327,9 +340,9 @@ class SlotCache(Slots):
         if anywhere < len(reusable):
             anywhere = max(anywhere, self.blocks.shared(reusable, namespace, hit, adapters))
         slot = self.table.all[choice.best.seq]
-        tiers, seconds, trouble = self._swapper.fill(choice.best, tokens, namespace, adapters)
+        brought = self._swapper.fill(choice.best, tokens, namespace, adapters)
         self._checkpoints.thin_out()
-        reused = sum(tiers.values())
+        reused = brought.reused
         self.table.acquire(slot, namespace)
         slot.use, slot.tip = use, tip
         self._checkpoints.start(slot.seq)
@@ -341,7 +354,7 @@ class SlotCache(Slots):
                     self.reached(slot.seq, reused, {len(tokens)})
             why = (
                 refusal
-                or trouble
+                or brought.why
                 or why_not_more(
                     self.blocks,
                     tokens,
@@ -358,16 +371,11 @@ class SlotCache(Slots):
             if not refusal:
                 pinned = tuple(pin for pin in pins if self.keep(pin, tokens, namespace, adapters))
         except BaseException:
-            # Whoever asked does not get it, so nobody else would give it back.
+            # The caller does not get the slot, so nobody else would release it.
             self.release(slot.seq)
             raise
-        if tokens.size:
-            for tier, count in tiers.items():
-                self.reused[tier] = self.reused.get(tier, 0) + count
-            self.computed += len(tokens) + 1 - reused
-        report = ReuseReport(
-            tiers=tiers, seconds=seconds, computed=len(tokens) + 1 - reused, why=why, pins=pinned
-        )
+        # The last token of a prompt is not among `tokens`: it is always computed.
+        report = replace(brought, computed=len(tokens) + 1 - reused, why=why, pins=pinned)
         return SlotAssignment(slot.seq, reused, report)
 
     def keep(
@@ -413,19 +421,17 @@ class SlotCache(Slots):
         """How much of a prompt of `length` tokens can be used again: in exact mode, its whole steps."""
         return self._swapper.reusable_length(length)
 
-    # For whoever stores, moves or clears what is kept.
+    # For callers that store, move or clear kept state.
 
     def swap_in(self, tokens: Ids, namespace: str, adapters: AdapterSet | None = None) -> ReuseReport:
         """Bring the state of `tokens` into a sequence, as far as it is kept. The rest is computed when it
         is next asked for."""
-        counts = dict(self.reused), self.computed
-        place = self.acquire(tokens, namespace=namespace, adapters=adapters)
-        self.reused, self.computed = counts
+        place = self._bring(tokens, Use(namespace), adapters)
         if not isinstance(place, SlotAssignment):
             why = "all sequences are busy: it comes with the next request"
             return ReuseReport(computed=len(tokens), why=why)
         self.release(place.seq)
-        return replace(place.report, computed=len(tokens) - place.cached, pins=())
+        return replace(place.report, computed=len(tokens) - place.cached)
 
     def swap_out(self, tokens: Ids, namespace: str, adapters: AdapterSet | None = None) -> None:
         """Put the state of `tokens` into the tiers and let go of its sequence."""
@@ -490,7 +496,7 @@ class SlotCache(Slots):
         return self.context.adapters if adapters is None else adapters
 
     def store_all(self) -> None:
-        """Put what every idle sequence holds into the lower tiers: who was used last comes last, and where
+        """Put what every idle sequence holds into the lower tiers: the one used last comes last, and where
         room is short, those before make way. Then what is in memory and was turned down before."""
         for slot in sorted(self.table.all, key=lambda slot: self.table.used[slot.seq]):
             if not slot.busy:
@@ -498,7 +504,7 @@ class SlotCache(Slots):
                 for tier in self.tiers.lower:
                     tier.flush()
         for tier in self.tiers.lower:
-            tier.make_up(self.tier.blocks())
+            tier.backfill(self.tier.blocks())
 
     def clear(self) -> None:
         """Drop everything."""

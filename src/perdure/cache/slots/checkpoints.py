@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from perdure.cache.block import LoadedPrefix
 from perdure.cache.prefix_search import key_of
 from perdure.engine.context import Context
-from perdure.engine.state import Checkpoint
 
 Ids = NDArray[np.int32]
 Counts = NDArray[np.int64]
@@ -309,6 +308,8 @@ class CheckpointStore(SlotCheckpoints):
         return np.where(shared < lengths, shared - shared % self._spacing, shared)
 
     def go_back(self, seq: int, length: int) -> None:
+        from perdure.engine.state import Checkpoint
+
         context, points = self._context, self._kept[seq]
         if length == context.length(seq):
             return

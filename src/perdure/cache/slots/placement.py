@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from perdure.cache.block import BlockId, PrefixHit
 from perdure.cache.block_cache import BlockCache
-from perdure.cache.eviction import Eviction, Standing, Use, worth
+from perdure.cache.eviction import Eviction, EvictionClass, Use, worth
 from perdure.cache.prefix_search import common_prefix_length
 from perdure.cache.slots.checkpoints import SlotCheckpoints
 from perdure.decode.sequence import PendingPrefix
@@ -50,7 +50,7 @@ class Slot:
     busy: bool = False
     namespace: str = ""
     use: Use = field(default_factory=Use)
-    """Who has it, or had it last."""
+    """The request that has it, or had it last."""
     tip: BlockId | None = None
     """The last whole block of the prompt that it was given for."""
     exact: int = 0
@@ -61,9 +61,9 @@ class Slot:
     """What it holds as far as is known, or is about to hold."""
 
 
-def standings(slots: Sequence[Slot], eviction: Eviction) -> list[Standing]:
-    """What the sequence of each slot is to those who may ask for it again."""
-    return [Standing.SIDE if slot.use.side else eviction.standing(slot.tip) for slot in slots]
+def eviction_classes(slots: Sequence[Slot], eviction: Eviction) -> list[EvictionClass]:
+    """The eviction class of each slot's sequence."""
+    return [EvictionClass.SIDE if slot.use.side else eviction.class_of(slot.tip) for slot in slots]
 
 
 class SlotTable:
@@ -112,7 +112,7 @@ class SlotTable:
                     path.append(slot)
         return path
 
-    # What they hold. A slot that nobody has told of is read when it is next looked at.
+    # What they hold. A slot that changed without notice is read again at the next choice.
 
     def put(self, seq: int, tokens: Ids) -> None:
         """Slot `seq` holds these, or is about to."""
@@ -251,7 +251,7 @@ def _cheapest(cost: NDArray[np.float64], used: Counts) -> int:
 class SlotPlanner:
     """Weighs the ways to serve a prompt. It moves no state.
 
-    Always holds: a slot that was chosen to start from holds what the choice says, also where somebody else
+    Always holds: a slot that was chosen to start from holds what the choice says, also where another caller
     used the context meanwhile.
     """
 
@@ -265,7 +265,7 @@ class SlotPlanner:
         exact: int | None,
         restorable_length: Callable[[Slot, Ids, AdapterSet], int],
     ) -> None:
-        """`restorable_length` tells which prefix of a prompt a slot can be brought to, by what it holds in
+        """`restorable_length` says which prefix of a prompt a slot can be brought to, by what it holds in
         truth."""
         self.inexact = None if exact is None else why_not_exact(context)
         """Why exact mode can reuse nothing here, if so."""
@@ -293,13 +293,13 @@ class SlotPlanner:
             shared = self._table.shared(namespace, reusable, adapters)
             return self._weigh(idle, lengths, tokens, shared, hit)
 
-        choice = weigh(self._look(idle))
+        choice = weigh(self._lengths(idle))
         best = choice.best
         if isinstance(best.source, int):
             source = self._table.all[best.source]
             if self._restorable_length(source, reusable, adapters) < best.length:
-                # Somebody used the context behind our back, and left as many tokens as there were.
-                choice = weigh(self._look(idle, all_of_them=True))
+                # Another caller used the context meanwhile, and left as many tokens as there were.
+                choice = weigh(self._lengths(idle, all_of_them=True))
         return choice
 
     def pending_prefix(self, choice: PlacementChoice) -> PendingPrefix:
@@ -329,11 +329,11 @@ class SlotPlanner:
             copy *= _ON_DEVICE
         # Whether reading beats computing is for the measured rates to say.
         ways = self._blocks.tiers.ways(hit, self._blocks.rule)
-        ranks = standings(table.all, self._blocks.eviction)
+        ranks = eviction_classes(table.all, self._blocks.eviction)
         used, unwanted = table.used, None
-        if min(ranks) < Standing.CONVERSATION:
+        if min(ranks) < EvictionClass.CONVERSATION:
             used = np.array([worth(*each, 0) for each in zip(ranks, used.tolist(), strict=True)])
-            unwanted = np.array(ranks) < Standing.CONVERSATION
+            unwanted = np.array(ranks) < EvictionClass.CONVERSATION
         view = SlotView(idle=idle, used=used, lengths=lengths, restorable=restorable, unwanted=unwanted)
         best, from_idle, from_anywhere = choose(
             len(tokens), view, ways, fits=self._blocks.fits, copy=copy if copies else None
@@ -349,8 +349,8 @@ class SlotPlanner:
         usable: Counts = np.minimum(shared, [slot.exact for slot in self._table.all])
         return usable - usable % self._exact
 
-    def _look(self, idle: NDArray[np.bool_], *, all_of_them: bool = False) -> Counts:
-        """What each slot holds. Where an idle one holds something else than is known of it, it is read."""
+    def _lengths(self, idle: NDArray[np.bool_], *, all_of_them: bool = False) -> Counts:
+        """The length of each slot. The tokens of an idle slot that has changed are read again."""
         lengths: Counts = np.array(self._context.lengths(), np.int64)
         identity = self._context.identity.digest
         at_rest = idle | ~self._table.serving
@@ -383,8 +383,8 @@ def why_not_more(
         return f"moving {restorable} tokens from elsewhere costs more than computing them"
     if shared > reused and exact is not None:
         return (
-            f"exact mode goes on where a step of {exact} prompt tokens ended: what came after "
-            f"token {reused}, such as a reply, is read again"
+            f"exact mode resumes after whole steps of {exact} prompt tokens: tokens behind "
+            f"token {reused}, such as a reply, are computed again"
         )
     if shared > reused:
         went = f"it went back to {reused}" if reused else "nothing before it is left to go back to"

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from perdure.cache.eviction import Eviction
 from perdure.cache.slots.checkpoints import SlotCheckpoints
-from perdure.cache.slots.placement import Slot, standings
+from perdure.cache.slots.placement import Slot, eviction_classes
 from perdure.engine.context import Context
 from perdure.errors import EngineError
 
@@ -16,8 +16,8 @@ log = logging.getLogger("perdure.cache")
 
 
 class SwapSlots:
-    """The sequences that serve no request. Of so many, all but one can be waited in: who comes back needs an
-    empty one to change places with.
+    """The sequences that serve no request. All but one of them can hold a waiting conversation: one that
+    comes back needs an empty one to change places with.
 
     Always holds: what one of them has is stored before something else takes its place; one that could not be
     filled is empty.
@@ -42,8 +42,8 @@ class SwapSlots:
         self._eviction = eviction
         self._store = store
         self._changed = changed
-        self._told = False
-        """Whether it was said that copies fail: once is enough."""
+        self._warned = False
+        """Whether failing copies were logged: once is enough."""
 
     def __contains__(self, slot: object) -> bool:
         return slot in self._slots
@@ -51,7 +51,7 @@ class SwapSlots:
     def swap_out(self, slot: Slot, source: object) -> bool:
         """Copy what `slot` holds into a swap slot other than `source`; False where that cannot be, or nobody
         is expected to go on from it."""
-        if standings([slot], self._eviction)[0].is_unwanted:
+        if eviction_classes([slot], self._eviction)[0].is_unwanted:
             return False
         places = [each for each in self._slots if each is not source]
         if not places:
@@ -67,9 +67,9 @@ class SwapSlots:
             self._context.fork(slot.seq, place.seq)
         except Exception as error:
             # Whatever it was, `slot` has what it had: it goes through memory.
-            if not self._told:
+            if not self._warned:
                 log.warning("a conversation cannot wait on the device, and goes through memory: %s", error)
-            self._told = True
+            self._warned = True
             self._empty(place)
             return False
         place.namespace, place.exact = slot.namespace, slot.exact

@@ -5,8 +5,8 @@ memory         blocks in this process: a tree by prefix, under a byte budget
 block_index    the rows that list blocks and kept prefixes, in the database of a store
 disk           a file a block in a folder, crash-safe
 archive        the blocks of another folder of a store, read and never added to
-shared         blocks that several machines read and write, sealed by a key that they share
-places         where shared blocks lie: a directory, a bucket, a Redis server
 write_behind   any lower tier, written behind the reply
 tiered         all tiers searched as one
+
+Others are brought by extensions, which `base` finds by the scheme of a URL.
 """

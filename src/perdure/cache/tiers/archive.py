@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from perdure.cache.block import Block, BlockId
+from perdure.cache.tiers.codec import Encryption
 from perdure.cache.tiers.disk import DiskTier
-from perdure.cache.tiers.encryption import Encryption
 from perdure.decode.request import KeptPrefix
 from perdure.errors import StoreLockedError
 
@@ -87,8 +87,4 @@ def archive_of(
     folder = store if beside else model_folder(store, digest)
     if not (folder / "index.sqlite").is_file():
         return None
-    if encryption is not None:
-        # What is plain there is encrypted now, or when the engine that has it is next started with a key.
-        with suppress(StoreLockedError):
-            DiskTier(folder, budget=1 << 62, encryption=encryption).close()
     return ArchiveTier(folder, encryption)

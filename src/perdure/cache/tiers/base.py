@@ -6,7 +6,7 @@ The tiers are searched in this order as one (tiered.py), each behind a `WriteBeh
 
 Threads: every call may come from any thread, several at once. `lookup` and `children` come from the engine
 thread between two steps, `load` from several threads at once while that one waits, `store` and `forget` from
-the tier's own writing thread, `drop`, `clear` and the calls about prefixes from whoever asked for them.
+the tier's own writing thread, `drop`, `clear` and the calls about prefixes from the caller's thread.
 
 Waiting: `lookup` and `children` hold up every reply, so they answer from an index at hand, in microseconds.
 `load` may take as long as reading does: what it costs is measured, and where computing is cheaper, nothing is
@@ -22,11 +22,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from perdure.cache.block import Block, BlockId, BlockMeta
 from perdure.cache.eviction import Eviction
 from perdure.decode.request import KeptPrefix
+from perdure.errors import InvalidInputError
+from perdure.extension import by_name, imported
 
 
 class BlockTier(ABC):
@@ -54,7 +56,7 @@ class BlockTier(ABC):
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """What it keeps now, told without waiting."""
+        """What it keeps now, without waiting."""
 
     @abstractmethod
     def lookup(self, block: BlockId) -> BlockMeta | None: ...
@@ -102,3 +104,26 @@ class BlockTier(ABC):
 
     def prefixes(self) -> list[KeptPrefix]:
         return []
+
+
+class TierOpener(ABC):
+    """Opens tiers of one scheme of URLs: an extension's (`Extension.tiers`)."""
+
+    @abstractmethod
+    def check(self, url: str) -> None:
+        """`InvalidInputError` where a URL makes no sense. Nothing is reached."""
+
+    @abstractmethod
+    def open(self, url: str, *, key: bytes, identity: bytes) -> BlockTier:
+        """A tier whose state `key` encrypts, for engines of that identity. `StoreError` where it cannot be
+        reached."""
+
+
+def tier_opener(url: str) -> TierOpener:
+    """What opens the place that a URL names."""
+    openers = by_name("tiers")
+    scheme = url.partition("://")[0]
+    if scheme not in openers:
+        known = ", ".join(f"{each}://" for each in sorted(openers)) or "nothing that is installed"
+        raise InvalidInputError(f"a place for blocks begins with {known}, got {url!r}")
+    return cast(TierOpener, imported(openers[scheme]))

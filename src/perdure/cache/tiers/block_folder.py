@@ -1,4 +1,4 @@
-"""Block folder: the files of blocks, one each, plain or encrypted."""
+"""Block folder: the files of blocks, one each."""
 
 from __future__ import annotations
 
@@ -9,36 +9,37 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from perdure.atomic import make_folder, sync_folder, translate_os_errors, write_file
+from perdure.atomic import make_folder, read_file, sync_folder, translate_os_errors, write_file
 from perdure.cache.block import MAGIC, Block, BlockId, BlockMeta
-from perdure.cache.tiers.encryption import SEAL_BYTES, Seal
-from perdure.errors import CorruptStateError
+from perdure.cache.tiers.codec import PLAIN, StateCodec
+from perdure.errors import CorruptStateError, TooLargeError
 
 NAME = re.compile("[0-9a-f]{64}")
 """What the file of a block is called."""
+_LARGEST = 1 << 32
+"""Bytes of a block file; a larger one is damaged."""
 
 
 class BlockFolder:
     """A file a block, in folders by the first two digits of its name. It knows of no index.
 
-    Always holds: a file has its name only once all of it is on the disk. With a seal, what is written and
-    read is encrypted, and a name tells nothing.
+    Always holds: a file has its name only once all of it is on the disk.
     """
 
-    def __init__(self, store: Path) -> None:
-        self.seal: Seal | None = None
+    def __init__(self, store: Path, codec: StateCodec = PLAIN) -> None:
+        self.codec = codec
         self.folder = store / "blocks"
         self.quarantined = store / "quarantine"
         """Where damaged files go."""
         self._durable: set[Path] = set()
 
     def path(self, block: BlockId) -> Path:
-        name = block.hex() if self.seal is None else self.seal.name(block)
+        name = self.codec.name(block).hex()
         return self.folder / name[:2] / name
 
     def size(self, block: Block) -> int:
         """How long the file of a block is."""
-        return block.file_size + (0 if self.seal is None else SEAL_BYTES)
+        return block.file_size + self.codec.overhead
 
     def files(self) -> Iterator[Path]:
         """Whatever lies where block files are. One that may not be seen is not taken for gone."""
@@ -51,39 +52,36 @@ class BlockFolder:
         """The block of a file; None where it is gone or damaged. One that may not be read is neither."""
         with translate_os_errors(path):
             try:
-                return self._unpack(path.name, path.read_bytes())
+                return self._unpack(path.name, read_file(path, _LARGEST))
             except FileNotFoundError:
                 if not self.folder.is_dir():
                     # Not the file is gone but the mount, which may come back.
                     raise
                 return None
-            except (IsADirectoryError, CorruptStateError):
+            except (IsADirectoryError, CorruptStateError, TooLargeError):
                 return None
             except OSError as error:
-                if error.errno != errno.EIO:
+                # A sector that is gone, or no regular file.
+                if error.errno not in (errno.EIO, errno.EINVAL):
                     raise
                 return None
 
     def _unpack(self, name: str, data: bytes) -> Block:
-        if self.seal is None:
-            return Block.unpack(data, BlockId(bytes.fromhex(name)))
-        plain = self.seal.open(name, data)
-        if plain is None:
+        if (plain := self.codec.decode(name, data)) is None:
             raise CorruptStateError("a block file was not encrypted by this key, or is damaged")
-        # It was sealed under this name, so it is the block of it.
-        return Block.unpack(plain)
+        block = Block.unpack(plain)
+        if self.codec.name(block.id).hex() != name:
+            raise CorruptStateError("a block file is not the block that it is named")
+        return block
 
-    def encrypt(self, path: Path) -> Path:
-        """Replace the file of a block that is plain by an encrypted one, and tell its path. Any other file
-        stays as it is."""
+    def encode_plain(self, path: Path) -> Path:
+        """Replace a plain file of a block by one of the codec, and return its path. Any other file stays as
+        it is."""
         with translate_os_errors(path):
-            if self.seal is None or not path.is_file():
+            if not self._must_not_stay(path):
                 return path
-            with path.open("rb") as file:
-                if file.read(len(MAGIC)) != MAGIC:
-                    return path
             try:
-                block = Block.unpack(path.read_bytes(), BlockId(bytes.fromhex(path.name)))
+                block = Block.unpack(read_file(path, _LARGEST), BlockId(bytes.fromhex(path.name)))
             except (CorruptStateError, ValueError):
                 return path
         self.write([block])
@@ -99,10 +97,8 @@ class BlockFolder:
                     # Not what is above it: where that is gone, a mount is, and nothing belongs in its place.
                     folder.mkdir(0o700, exist_ok=True)
         for block in blocks:
-            path, parts = self.path(block.id), block.pack()
-            if self.seal is not None:
-                parts = [self.seal.close(path.name, b"".join(parts))]
-            write_file(path, parts)
+            path = self.path(block.id)
+            write_file(path, self.codec.encode(path.name, block.pack()))
         for folder in folders:
             sync_folder(folder)
         if not folders <= self._durable:
@@ -134,6 +130,15 @@ class BlockFolder:
 
     def quarantine(self, path: Path) -> None:
         with translate_os_errors(path), suppress(FileNotFoundError):
-            if self.folder.is_dir():
+            if self._must_not_stay(path):
+                self.delete([path])
+            elif self.folder.is_dir():
                 make_folder(self.quarantined, ours=True)
                 os.replace(path, self.quarantined / path.name)
+
+    def _must_not_stay(self, path: Path) -> bool:
+        """Nothing plain is kept in an encrypted folder, not even what is damaged."""
+        if self.codec is PLAIN or not path.is_file():
+            return False
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC

@@ -4,88 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.cache.block import Block, BlockId, BlockMeta, block_id_of
+from perdure.cache.block import Block, BlockId, BlockMeta
 from perdure.cache.kept_prefixes import KeptPrefixes, drop_plan
 from perdure.cache.prefix_search import ANY_TOKEN, beginnings, continuations
-from perdure.cache.tiers.encryption import KnownChildren
+from perdure.cache.tiers.codec import PLAIN, StateCodec
 from perdure.decode.request import KeptPrefix
 from perdure.errors import InvalidInputError
 from perdure.store.index import Index
 
-_KNOWN = 65_536
-"""Blocks of an encrypted folder whose place among their siblings is remembered: some 40 MB."""
 _SELECT = "SELECT id, parent, start, tokens, has_rest, nbytes FROM block"
 _TYPES = (bytes, bytes, int, bytes, int, int)
-
-
-class RowFormat(Protocol):
-    """How blocks and kept prefixes stand in the rows of an index."""
-
-    ordered: bool
-    """Whether rows are in the order of their tokens."""
-
-    def name(self, block: bytes) -> bytes:
-        """What stands for an id."""
-        ...
-
-    def pack(self, block: bytes, parent: bytes, tokens: bytes) -> bytes:
-        """What stands in the column of tokens."""
-        ...
-
-    def unpack(self, name: bytes, parent: bytes, packed: bytes) -> tuple[BlockId, BlockId, bytes] | None:
-        """The id, the parent and the tokens of a row; None where it does not prove itself."""
-        ...
-
-    def prefix(self, root: bytes, tokens: bytes) -> tuple[bytes, bytes]:
-        """What stands for a prefix, and in its column of tokens."""
-        ...
-
-    def open_prefix(self, name: bytes, packed: bytes) -> tuple[bytes, bytes] | None:
-        """The root and the tokens of a prefix."""
-        ...
-
-    def text(self, text: str) -> str:
-        """What stands for a namespace or a label."""
-        ...
-
-    def open_text(self, packed: str) -> str | None: ...
-
-
-class PlainRows:
-    """Rows that say what is in them."""
-
-    ordered = True
-
-    def name(self, block: bytes) -> bytes:
-        return block
-
-    def pack(self, block: bytes, parent: bytes, tokens: bytes) -> bytes:
-        return tokens
-
-    def unpack(self, name: bytes, parent: bytes, packed: bytes) -> tuple[BlockId, BlockId, bytes] | None:
-        if len(packed) % 4 or block_id_of(parent, packed) != name:
-            return None
-        return BlockId(name), BlockId(parent), packed
-
-    def prefix(self, root: bytes, tokens: bytes) -> tuple[bytes, bytes]:
-        return root, tokens
-
-    def open_prefix(self, name: bytes, packed: bytes) -> tuple[bytes, bytes] | None:
-        return None if len(packed) % 4 else (name, packed)
-
-    def text(self, text: str) -> str:
-        return text
-
-    def open_text(self, packed: str) -> str | None:
-        return packed
-
-
-PLAIN_ROWS = PlainRows()
 
 
 class BlockTable:
@@ -95,10 +28,10 @@ class BlockTable:
     follows.
     """
 
-    def __init__(self, index: Index, tier: str, rows: RowFormat = PLAIN_ROWS) -> None:
+    def __init__(self, index: Index, tier: str, codec: StateCodec = PLAIN) -> None:
         """`tier` is the name of the tier whose blocks these are."""
         self._index = index
-        self._format = rows
+        self._codec = codec
         self._tier = tier
         self._clock = self._total("clock")
         """Bytes that were stored so far, and a byte for each use."""
@@ -107,9 +40,7 @@ class BlockTable:
         self._touched: dict[BlockId, int] = {}
         self._chains: _Chains | None = None
         """Of which chain each block is; known from when it is first asked for, when room is short."""
-        # Only whoever writes hears of all changes.
-        self._children = None if rows.ordered else KnownChildren(0 if index.readonly else _KNOWN)
-        """Where rows are not in the order of their tokens."""
+        self._children = codec.children(readonly=index.readonly)
         self._starts: set[BlockId] | None = None
         """Names of where chains start, or two of them; known from when it is first asked for."""
         self._count, self.nbytes = self._total("blocks"), self._total("nbytes")
@@ -124,12 +55,12 @@ class BlockTable:
     # Reading.
 
     def lookup(self, block: BlockId) -> BlockMeta | None:
-        return next(self._metas(self._index.rows(f"{_SELECT} WHERE id = ?", self._format.name(block))), None)
+        return next(self._metas(self._index.rows(f"{_SELECT} WHERE id = ?", self._codec.name(block))), None)
 
     def page(self, *, limit: int | None = None, after: str | None = None) -> list[BlockMeta]:
         """Blocks by their ids: up to `limit`, behind the one with the id `after`."""
         try:
-            behind = b"" if after is None else self._format.name(bytes.fromhex(after))
+            behind = b"" if after is None else self._codec.name(bytes.fromhex(after))
         except ValueError:
             raise InvalidInputError(f"{after!r} is no id of a block: it has 64 digits of 0 to f") from None
         query = f"{_SELECT} WHERE id > ? ORDER BY id LIMIT ?"
@@ -147,15 +78,15 @@ class BlockTable:
             yield from self._metas(rows)
             if len(rows) < limit:
                 return
-            # Who wants more than the first wants perhaps all.
+            # A caller that wants more than the first page wants perhaps all.
             within, start, limit = within[0], rows[-1][3], 64
 
     def _read_children(self, parent: BlockId) -> Iterator[BlockMeta]:
-        return self._metas(self._index.rows(f"{_SELECT} WHERE parent = ?", self._format.name(parent)))
+        return self._metas(self._index.rows(f"{_SELECT} WHERE parent = ?", self._codec.name(parent)))
 
     def child_ids(self, parent: BlockId) -> list[BlockId]:
         """The ids of the blocks that follow `parent`, whatever else their rows say."""
-        if not self._format.ordered:
+        if self._children is not None:
             return [meta.id for meta in self._read_children(parent)]
         return [row[0] for row in self._index.rows("SELECT id FROM block WHERE parent = ?", parent)]
 
@@ -187,7 +118,7 @@ class BlockTable:
         if self._starts is None:
             rows = self._index.rows("SELECT DISTINCT parent FROM block WHERE start = 0 LIMIT 2")
             self._starts = {parent for (parent,) in rows}
-        coming = {BlockId(self._format.name(block.parent)) for block in new if not block.start}
+        coming = {BlockId(self._codec.name(block.parent)) for block in new if not block.start}
         return len(self._starts | coming) > 1
 
     def root_of(self, block: BlockId) -> BlockId:
@@ -231,8 +162,8 @@ class BlockTable:
             raise
 
     def add(self, block: Block | BlockMeta, size: int, *, used: int | None = None) -> None:
-        """Enter a block whose file has `size` bytes, as used just now unless told otherwise."""
-        name = self._format.name(block.id)
+        """Enter a block whose file has `size` bytes, as used just now unless `used` says otherwise."""
+        name = self._codec.name(block.id)
         before = self._index.rows("SELECT nbytes FROM block WHERE id = ?", name)
         more = size - (_number(before[0][0]) if before else 0)
         self._count += not before
@@ -242,7 +173,7 @@ class BlockTable:
         if self._children is not None:
             self._children.add(_meta(block, size, self._tier))
         if self._starts is not None and not block.start and len(self._starts) < 2:
-            self._starts.add(BlockId(self._format.name(block.parent)))
+            self._starts.add(BlockId(self._codec.name(block.parent)))
         self._index.run(
             "INSERT OR REPLACE INTO block VALUES (?, ?, ?, ?, ?, ?, ?,"
             " NOT EXISTS (SELECT 1 FROM block WHERE parent = ?))",
@@ -250,11 +181,11 @@ class BlockTable:
             self.worth(block.id, self._tick(size)) if used is None else used,
             name,
         )
-        parent = self._format.name(block.parent)
+        parent = self._codec.name(block.parent)
         self._index.run("UPDATE block SET leaf = 0 WHERE id = ? AND leaf = 1", parent)
 
     def remove(self, block: BlockId) -> None:
-        name = self._format.name(block)
+        name = self._codec.name(block)
         rows = self._index.rows("SELECT parent, nbytes FROM block WHERE id = ?", name)
         for parent, nbytes in rows:
             self._index.run("DELETE FROM block WHERE id = ?", name)
@@ -292,7 +223,7 @@ class BlockTable:
         # Others go on adding to it meanwhile: taken out one by one, none is lost.
         while self._touched:
             block, used = self._touched.popitem()
-            self._index.run("UPDATE block SET used = ? WHERE id = ?", used, self._format.name(block))
+            self._index.run("UPDATE block SET used = ? WHERE id = ?", used, self._codec.name(block))
 
     def correct(
         self, known: Mapping[Any, tuple[Any, ...]], there: Mapping[BlockId, BlockMeta]
@@ -322,7 +253,7 @@ class BlockTable:
             if tuple(map(type, row)) != _TYPES:
                 continue
             name, parent, start, tokens, has_tail_state, nbytes = row
-            if (known := self._format.unpack(name, parent, tokens)) is None:
+            if (known := self._codec.unpack(name, parent, tokens)) is None:
                 continue
             block, before, data = known
             ids = np.frombuffer(data, "<i4").astype(np.int32)
@@ -332,15 +263,15 @@ class BlockTable:
         """Rows that begin with a block, its parent and its tokens, with the ids of the first two in place of
         all three."""
         for name, parent, tokens, *rest in rows:
-            if self._format.ordered:
+            if self._children is None:
                 yield name, parent, *rest
-            elif (known := self._format.unpack(name, parent, tokens)) is not None:
+            elif (known := self._codec.unpack(name, parent, tokens)) is not None:
                 yield known[0], known[1], *rest
 
     def _row(self, block: Block | BlockMeta, size: int) -> tuple[Any, ...]:
-        rows = self._format
-        tokens = rows.pack(block.id, block.parent, block.tokens.astype("<i4").tobytes())
-        name, parent = rows.name(block.id), rows.name(block.parent)
+        codec = self._codec
+        tokens = codec.pack(block.id, block.parent, block.tokens.astype("<i4").tobytes())
+        name, parent = codec.name(block.id), codec.name(block.parent)
         return name, parent, block.start, tokens, int(block.has_tail_state), size
 
     def _tick(self, nbytes: int = 1) -> int:
@@ -397,10 +328,10 @@ class PrefixTable:
     How much of a prefix is kept is not written down but looked up: blocks come and go without it.
     """
 
-    def __init__(self, index: Index, blocks: BlockTable, rows: RowFormat = PLAIN_ROWS) -> None:
+    def __init__(self, index: Index, blocks: BlockTable, codec: StateCodec = PLAIN) -> None:
         self._index = index
         self._blocks = blocks
-        self._format = rows
+        self._codec = codec
 
     def __len__(self) -> int:
         [(count,)] = self._index.rows("SELECT count(*) FROM record")
@@ -422,14 +353,14 @@ class PrefixTable:
             for number, name in self._index.rows(
                 "SELECT record, name FROM label WHERE record BETWEEN ? AND ?", rows[0][0], rows[-1][0]
             ):
-                if (label := self._format.open_text(str(name))) is not None:
+                if (label := self._codec.open_text(str(name))) is not None:
                     labels.setdefault(number, set()).add(label)
         page = []
         for number, namespace, tokens, root in rows:
             # SQLite has no checksums: what cannot be a prefix is not one.
             if not isinstance(tokens, bytes) or not isinstance(root, bytes):
                 continue
-            known, owner = self._format.open_prefix(root, tokens), self._format.open_text(str(namespace))
+            known, owner = self._codec.open_prefix(root, tokens), self._codec.open_text(str(namespace))
             if known is None or owner is None:
                 continue
             root, ids = known[0], np.frombuffer(known[1], "<i4").astype(np.int32)
@@ -444,52 +375,29 @@ class PrefixTable:
         return page
 
     def add(self, prefix: KeptPrefix) -> None:
-        """List a prefix, in a transaction of its own."""
-        key = self._format.prefix(prefix.root, _packed(prefix))
+        """List a prefix, in one transaction."""
+        key = self._codec.prefix(prefix.root, _packed(prefix))
         try:
             with self._index.writing():
                 self._index.run(
                     "INSERT OR IGNORE INTO record (root, tokens, namespace) VALUES (?, ?, ?)",
                     *key,
-                    self._format.text(prefix.namespace),
+                    self._codec.text(prefix.namespace),
                 )
                 [(number,)] = self._index.rows(
                     "SELECT number FROM record WHERE root = ? AND tokens = ?", *key
                 )
                 for name in prefix.labels:
                     self._index.run(
-                        "INSERT OR IGNORE INTO label VALUES (?, ?)", number, self._format.text(name)
+                        "INSERT OR IGNORE INTO label VALUES (?, ?)", number, self._codec.text(name)
                     )
         except UnicodeEncodeError as error:
             raise InvalidInputError(f"a label must be valid Unicode text: {error}") from None
 
     def remove(self, prefix: KeptPrefix) -> None:
         """Take a prefix off the list, within a transaction."""
-        key = self._format.prefix(prefix.root, _packed(prefix))
+        key = self._codec.prefix(prefix.root, _packed(prefix))
         self._index.run("DELETE FROM record WHERE root = ? AND tokens = ?", *key)
-
-    def encrypt(self) -> None:
-        """Write prefixes that are plain as they are to be, within a transaction."""
-        plain, rows = PLAIN_ROWS, self._format
-        for number, namespace, tokens, root in self._index.rows(
-            "SELECT number, namespace, tokens, root FROM record"
-        ):
-            if rows.open_text(str(namespace)) is not None and rows.open_prefix(root, tokens) is not None:
-                continue
-            if (known := plain.open_prefix(root, tokens)) is None:
-                continue
-            labels = self._index.rows("SELECT name FROM label WHERE record = ?", number)
-            self._index.run("DELETE FROM record WHERE number = ?", number)
-            key = rows.prefix(*known)
-            self._index.run(
-                "INSERT OR IGNORE INTO record VALUES (?, ?, ?, ?)",
-                number,
-                rows.text(str(namespace)),
-                key[1],
-                key[0],
-            )
-            for (name,) in labels:
-                self._index.run("INSERT OR IGNORE INTO label VALUES (?, ?)", number, rows.text(str(name)))
 
     def labelled(
         self, labels: Iterable[str], *, namespace: str = ""

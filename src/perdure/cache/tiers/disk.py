@@ -17,15 +17,8 @@ from perdure.atomic import TEMPORARY, make_folder, sync_folder, translate_os_err
 from perdure.cache.block import Block, BlockId, BlockMeta
 from perdure.cache.tiers.base import BlockTier
 from perdure.cache.tiers.block_folder import NAME, BlockFolder
-from perdure.cache.tiers.block_index import PLAIN_ROWS, BlockTable, PrefixTable, RowFormat
-from perdure.cache.tiers.encryption import (
-    MARK,
-    Encryption,
-    SealedRows,
-    check_mark,
-    read_mark,
-    write_mark,
-)
+from perdure.cache.tiers.block_index import BlockTable, PrefixTable
+from perdure.cache.tiers.codec import MARK, Encryption, codec_of
 from perdure.cache.tiers.shares import Shares
 from perdure.decode.request import KeptPrefix
 from perdure.errors import (
@@ -91,13 +84,11 @@ class DiskTier(BlockTier):
         encryption: Encryption | None = None,
     ) -> None:
         """With `rebuild`, an index that cannot be read is made anew from the files. With `encryption` what is
-        written is encrypted, and what was plain is so when the folder is first opened for writing."""
+        written is encrypted, and what was plain is so before it is read."""
         super().__init__()
         self.folder = folder
         self.budget = budget
         self.readonly = readonly
-        self.files = BlockFolder(folder)
-        self._rows: RowFormat = PLAIN_ROWS
         self._lock: FileLock | None = None
         self._changing = threading.RLock()
         self._uncertain: set[BlockId] = set()
@@ -105,14 +96,15 @@ class DiskTier(BlockTier):
         log all the same, until another one takes its place there or the log is gone."""
         self.rebuilt = False
         with ExitStack() as undo:
-            undo.callback(self._let_go)
             if not readonly:
-                self._make_folders()
-                self._lock = _locked(folder)
-            turns_on = self._unlock(encryption)
+                if encryption is not None:
+                    encryption.prepare(folder, rebuild=rebuild)
+                self._lock = lock_folder(folder)
+                undo.callback(self._lock.release)
+            self.files = BlockFolder(folder, codec_of(folder, encryption))
             interrupted = self._log.exists()
-            if not readonly and (turns_on or not self._has_index()) and self._has_files():
-                self._mark_unlisted()
+            if not readonly and not _is_filled(self._index) and self._has_files():
+                self._set_index_aside()
             try:
                 self._open_index()
             except StoreDamagedError:
@@ -121,17 +113,12 @@ class DiskTier(BlockTier):
                 self._set_index_aside()
                 self._open_index()
             undo.callback(self.index.close)
-            if turns_on:
-                log.info("the blocks in %s are encrypted from now on: what is there is written anew", folder)
-                self._encrypt_index()
-            if not readonly:
-                self._recover(interrupted)
-            if turns_on:
-                assert encryption is not None
-                assert self.files.seal is not None
-                write_mark(folder, encryption, self.files.seal, whole=True)
-                # The index was in order: it was made anew for another reason.
-                self.rebuilt = False
+            if self._unlisted.exists() and not readonly:
+                self._rebuild(None)
+                # The next `verify` reports it.
+                self.rebuilt = True
+            elif interrupted and not readonly:
+                self._delete_leftovers()
             undo.pop_all()
 
     def __len__(self) -> int:
@@ -278,9 +265,8 @@ class DiskTier(BlockTier):
                 self.index.close()
                 self._set_index_aside()
                 self._open_index()
-                findings = self._walk(progress)
-                self.files.delete([self._unlisted])
-                return findings
+                self.rebuilt = True
+                return self._rebuild(progress)
 
     def close(self) -> None:
         if not self.readonly and self.table.has_touched:
@@ -291,9 +277,10 @@ class DiskTier(BlockTier):
             unlisted = self._without_entry()
         self.index.close()
         if not self._log.exists():
-            # Else whoever opens the store next deletes what has no entry then.
+            # Otherwise the next process that opens the store deletes the files without an entry.
             self._delete_files(unlisted)
-        self._let_go()
+        if self._lock is not None:
+            self._lock.release()
 
     # Opening.
 
@@ -308,88 +295,47 @@ class DiskTier(BlockTier):
 
     @property
     def _log(self) -> Path:
-        """There only while somebody writes, or did so when he was interrupted."""
+        """There only during a write, or after one was interrupted."""
         return self.folder / "index.sqlite-wal"
-
-    def _unlock(self, encryption: Encryption | None) -> bool:
-        """Have the seal of an encrypted folder. True where encryption is turned on now, or was when somebody
-        was interrupted."""
-        mark = read_mark(self.folder)
-        if mark is not None:
-            self.files.seal = check_mark(self.folder, mark, encryption)
-            self._rows = SealedRows(self.files.seal)
-            if self.readonly or encryption is None:
-                return False
-            if mark.get("key") != encryption.origin and not mark.get("plain_left"):
-                # The same key at another place: who looks for it is to find it there.
-                write_mark(self.folder, encryption, self.files.seal, whole=True)
-            return bool(mark.get("plain_left"))
-        if encryption is None or self.readonly:
-            return False
-        self.files.seal = encryption.seal()
-        self._rows = SealedRows(self.files.seal)
-        write_mark(self.folder, encryption, self.files.seal, whole=False)
-        return True
-
-    def _encrypt_index(self) -> None:
-        """Have no plain row left, nor what SQLite leaves of one. Blocks are entered anew from files."""
-        with self.table.writing():
-            self.index.run("PRAGMA secure_delete = ON")
-            self.table.clear()
-            self.prefix_table.encrypt()
 
     def _open_index(self) -> None:
         self.index = Index(self._index, readonly=self.readonly)
         try:
-            self.table = BlockTable(self.index, self.name, self._rows)
+            self.table = BlockTable(self.index, self.name, self.files.codec)
             self.table.worth = lambda block, clock: self.eviction.worth(block, clock, self.budget)
-            self.prefix_table = PrefixTable(self.index, self.table, self._rows)
+            self.prefix_table = PrefixTable(self.index, self.table, self.files.codec)
         except BaseException:
             self.index.close()
             raise
 
-    def _make_folders(self) -> None:
-        make_folder(self.folder)
-        make_folder(self.files.folder, ours=True)
-        sync_folder(self.folder)
-
-    def _let_go(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
-
-    def _has_index(self) -> bool:
-        return self._index.exists() and self._index.stat().st_size > 0
-
     def _has_files(self) -> bool:
         return next(self.files.files(), None) is not None
 
-    def _mark_unlisted(self) -> None:
-        """Note that there are files which the index does not list, yet are not to be deleted."""
+    def _set_index_aside(self) -> None:
+        """Move what is left of an index aside, once it is noted that there are files which the next one does
+        not list, yet are not to be deleted."""
         write_file(self._unlisted, [])
         sync_folder(self.folder)
-
-    def _recover(self, interrupted: bool) -> None:
-        """Put right what a crash, or the loss of the index, has left behind."""
-        if self._unlisted.exists():
-            self._walk(None)
-            self.files.delete([self._unlisted])
-            self.rebuilt = True
-        elif interrupted:
-            known = self.table.names()
-            for path in self.files.files():
-                ours = NAME.fullmatch(path.name) and bytes.fromhex(path.name) not in known
-                if ours or path.name.endswith(TEMPORARY):
-                    with suppress(OSError):
-                        path.unlink(missing_ok=True)
-
-    def _set_index_aside(self) -> None:
-        self._mark_unlisted()
         with translate_os_errors(self._index):
-            make_folder(self.files.quarantined, ours=True)
             for path in (self._index, self._log, self.folder / "index.sqlite-shm"):
                 if path.exists():
+                    make_folder(self.files.quarantined, ours=True)
                     os.replace(path, self.files.quarantined / path.name)
-        self.rebuilt = True
+
+    def _rebuild(self, progress: Callable[[int, int], None] | None) -> Findings:
+        """List what the files say in a new index."""
+        findings = self._walk(progress)
+        self.files.delete([self._unlisted])
+        return findings
+
+    def _delete_leftovers(self) -> None:
+        """Delete what a writer left that was interrupted: files without an entry, and those half written."""
+        known = self.table.names()
+        for path in self.files.files():
+            ours = NAME.fullmatch(path.name) and bytes.fromhex(path.name) not in known
+            if ours or path.name.endswith(TEMPORARY):
+                with suppress(OSError):
+                    path.unlink(missing_ok=True)
 
     # Inside.
 
@@ -422,7 +368,7 @@ class DiskTier(BlockTier):
             return block in own or self.pinned(block)
 
         with self.table.writing():
-            # Who was read lately must be known before somebody is chosen.
+            # The latest reads must be known before a block is chosen.
             self.table.flush_touches()
             several = self.table.has_several_chains(blocks)
             shares = Shares(self.table, self.eviction, self.budget) if several else None
@@ -457,7 +403,7 @@ class DiskTier(BlockTier):
                 with translate_os_errors(path):
                     path.unlink(missing_ok=True)
                 leftovers += 1
-            elif (meta := self.files.inspect(whole := self.files.encrypt(path), self.name)) is not None:
+            elif (meta := self.files.inspect(whole := self.files.encode_plain(path), self.name)) is not None:
                 there[meta.id] = meta
             else:
                 self.files.quarantine(whole)
@@ -478,7 +424,15 @@ class DiskTier(BlockTier):
         )
 
 
-def _locked(folder: Path) -> FileLock:
+def _is_filled(path: Path) -> bool:
+    return path.exists() and path.stat().st_size > 0
+
+
+def lock_folder(folder: Path) -> FileLock:
+    """Make a folder for blocks where there is none, and lock it for one writer."""
+    make_folder(folder)
+    make_folder(BlockFolder(folder).folder, ours=True)
+    sync_folder(folder)
     # The system drops it with the process, however that ends. Any thread may close what another opened.
     lock = FileLock(folder / "lock", thread_local=False, mode=0o600)
     with translate_os_errors(folder / "lock"):
@@ -495,7 +449,7 @@ def _locked(folder: Path) -> FileLock:
 def delete_encrypted(folder: Path) -> int:
     """Delete all blocks of an encrypted folder, without its key; how many bytes they had."""
     files = BlockFolder(folder)
-    lock = _locked(folder)
+    lock = lock_folder(folder)
     try:
         paths = [*files.files(), *files.quarantined.glob("*")]
         with translate_os_errors(folder):

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.cache.block import Block, BlockId
-from perdure.cache.eviction import Eviction, Standing
+from perdure.cache.eviction import Eviction, EvictionClass
 from perdure.cache.prefix_search import ChildIndex, beginnings, continuations, key_of
 
 _REMEMBERED = 4096
@@ -59,7 +59,7 @@ class MemoryTier:
         self.state_bytes = 0
         self.evicted = 0
         self.evicted_as: dict[str, int] = {}
-        """How many were evicted, by their standing."""
+        """How many were evicted, by their eviction class."""
         self._nodes: dict[BlockId, _Node] = {}
         self._roots: dict[BlockId, ChildIndex] = {}
         self._queues: dict[str, list[tuple[int, BlockId]]] = {}
@@ -126,8 +126,8 @@ class MemoryTier:
         if not is_first and block.tail_state is None and self.covers(block.parent, block.tokens):
             return True
         owner = above.owner if above else self.eviction.owner(block.parent)
-        standing = self.eviction.standing(block.id)
-        if not self.make_room(block.nbytes, keep=block.parent, owner=owner, standing=standing):
+        eviction_class = self.eviction.class_of(block.id)
+        if not self.make_room(block.nbytes, keep=block.parent, owner=owner, eviction_class=eviction_class):
             return False
         if not is_first:
             self._drop_beginnings(block)
@@ -146,7 +146,7 @@ class MemoryTier:
         return True
 
     def revalue(self, blocks: Iterable[BlockId]) -> None:
-        """The standing of these is another now."""
+        """The eviction class of these blocks has changed."""
         for block in blocks:
             if node := self._nodes.get(block):
                 self._touch(node)
@@ -177,12 +177,13 @@ class MemoryTier:
         keep: BlockId,
         *,
         owner: str | None = None,
-        standing: Standing = Standing.CONVERSATION,
+        eviction_class: EvictionClass = EvictionClass.CONVERSATION,
     ) -> bool:
         """Evict until `size` more bytes fit, but not the block `keep`. False: they cannot.
 
-        They are of `owner` (None: of the one that has `keep`) and of this standing: what is unwanted evicts
-        only its like."""
+        The bytes are of `owner` (None: of the one that has `keep`) and of this eviction class: unwanted
+        blocks evict only unwanted ones.
+        """
         if size > self.budget:
             return False
         if owner is None:
@@ -192,17 +193,15 @@ class MemoryTier:
             victim = self._least_worth(keep, owner, size)
             if victim is None:
                 return False
-            victim_standing = self.eviction.standing(victim.id)
-            if standing.is_unwanted and not victim_standing.is_unwanted:
+            victim_class = self.eviction.class_of(victim.id)
+            if eviction_class.is_unwanted and not victim_class.is_unwanted:
                 return False
             queue = self._queues[victim.owner]
             if queue[0][1] == victim.id:
                 heapq.heappop(queue)
             self._remove(victim)
             self.evicted += 1
-            self.evicted_as[victim_standing.name.lower()] = (
-                self.evicted_as.get(victim_standing.name.lower(), 0) + 1
-            )
+            self.evicted_as[victim_class.name.lower()] = self.evicted_as.get(victim_class.name.lower(), 0) + 1
             self._gone[victim.id] = None
             if len(self._gone) > _REMEMBERED:
                 self._gone.pop(next(iter(self._gone)))
@@ -258,7 +257,7 @@ class MemoryTier:
     def _least_worth(self, keep: BlockId, owner: str, size: int) -> _Node | None:
         """The leaf to go for `size` more bytes of `owner`."""
         payers = self.eviction.payers(owner, size, self.owner_bytes, self.owner_used, self.clock, self.budget)
-        # Where all that they have is in use, whoever asks pays.
+        # If all blocks of these owners are in use, the owner that stores evicts its own.
         for owners in (payers, [owner]):
             leaves = [leaf for each in owners if (leaf := self._first_leaf(each, keep)) is not None]
             if leaves:
@@ -288,8 +287,8 @@ class MemoryTier:
         """The same tokens with more of their state."""
         node.pins += 1
         more = block.nbytes - node.block.nbytes
-        standing = self.eviction.standing(block.id)
-        fits = self.make_room(more, keep=block.id, owner=node.owner, standing=standing)
+        eviction_class = self.eviction.class_of(block.id)
+        fits = self.make_room(more, keep=block.id, owner=node.owner, eviction_class=eviction_class)
         node.pins -= 1
         if fits:
             self._count(node, node.block, -1)
@@ -318,7 +317,7 @@ class MemoryTier:
         self.owner_bytes[node.owner] = self.owner_bytes.get(node.owner, 0) + sign * block.nbytes
         self.owner_used.setdefault(node.owner, self.clock)
         if not self.owner_bytes[node.owner]:
-            # Its clock too: who comes and goes leaves nothing.
+            # Its clock too: a namespace without blocks leaves nothing behind.
             del self.owner_bytes[node.owner]
             self.owner_used.pop(node.owner, None)
             self._queues.pop(node.owner, None)

@@ -11,7 +11,7 @@ from perdure.cache.tiers.block_index import BlockTable
 
 
 class Shares:
-    """Who makes room for blocks that come: namespaces that hold more than their share, or who asks."""
+    """Which namespaces make room for new blocks: those over their share, else the one that stores."""
 
     def __init__(self, table: BlockTable, eviction: Eviction, budget: int) -> None:
         self._table = table
@@ -42,7 +42,7 @@ class Shares:
             usage[each] = usage.get(each, 0) + nbytes
             used[each] = max(used.get(each, 0), used_by_root[root])
         payers = self._eviction.payers(owner, self._more[owner], usage, used, self._table.clock, self._budget)
-        # Where all that they have is in use, whoever asks pays.
+        # If all blocks of these owners are in use, the owner that stores evicts its own.
         for owners in (payers, [owner]):
             leaf = self._table.least_worth(functools.partial(self._is_spared, spared, frozenset(owners)))
             if leaf is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import takewhile
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,9 +13,12 @@ from numpy.typing import NDArray
 from perdure.cache.block import AnyBlock, Block, BlockId, BlockMeta, LoadedPrefix, PrefixHit
 from perdure.cache.prefix_search import ReuseRule, common_prefix_length, merged
 from perdure.cache.tiers.memory import MemoryTier
-from perdure.cache.tiers.write_behind import WriteBehind
 from perdure.engine.parallel import spread
 from perdure.errors import CorruptStateError
+
+if TYPE_CHECKING:
+    from perdure.cache.tiers.write_behind import WriteBehind
+
 
 Ids = NDArray[np.int32]
 

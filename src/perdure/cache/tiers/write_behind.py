@@ -6,13 +6,17 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from perdure.cache.block import AnyBlock, Block, BlockId
 from perdure.cache.prefix_search import ChildIndex, key_of, merged
-from perdure.cache.tiers.base import BlockTier
 from perdure.decode.request import KeptPrefix
 from perdure.errors import StoreError
+from perdure.events.background import BackgroundThread
+
+if TYPE_CHECKING:
+    from perdure.cache.tiers.base import BlockTier
+
 
 log = logging.getLogger("perdure.store")
 
@@ -39,7 +43,7 @@ class WriteBehind:
         """What went wrong last, if nothing has been written since."""
         self._limit = limit
         self._lacks = False
-        """Whether blocks were turned down, or could not be written, since `make_up`."""
+        """Whether blocks were turned down, or could not be written, since `backfill`."""
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._pending: dict[BlockId, Block] = {}
@@ -52,7 +56,7 @@ class WriteBehind:
         self._late: set[Future[object]] = set()
         """Calls that were given up and have not returned."""
         self._closing = False
-        self._thread = threading.Thread(target=self._loop, name=f"perdure-{self.name}", daemon=True)
+        self._thread = BackgroundThread(self._loop, name=f"perdure-{self.name}", restart=True)
         self._thread.start()
 
     # Reading.
@@ -147,7 +151,7 @@ class WriteBehind:
                 self._bytes += more
             self._changed.notify_all()
 
-    def make_up(self, blocks: Iterable[Block]) -> None:
+    def backfill(self, blocks: Iterable[Block]) -> None:
         """Write those of these that were turned down or could not be written before, parents before children,
         as many at a time as may wait. It waits for them; a tier that fails is left alone."""
         if not self._lacks or self.error is not None:
@@ -247,12 +251,12 @@ class WriteBehind:
             try:
                 answer.set_result(call())
             except BaseException as error:
-                answer.set_exception(error)
+                answer.set_exception(_ordinary(error))
             with self._changed:
                 self._late.discard(answer)
 
         # A daemon: a call that never returns must not keep the process from ending.
-        threading.Thread(target=run, name=f"perdure-{self.name}-call", daemon=True).start()
+        BackgroundThread(run, name=f"perdure-{self.name}-call").start()
         try:
             return answer.result(self.tier.patience)
         except TimeoutError:
@@ -282,10 +286,10 @@ class WriteBehind:
                 self.tier.forget(damaged)
                 self.tier.store(batch)
                 self.error = None
-            except Exception as error:
-                # The state is still in memory, and the tokens with whoever asked: nothing is lost but time.
+            except BaseException as error:
+                # The state is still in memory, and the tokens with the client: nothing is lost but time.
                 # Whatever it was, nobody may be left waiting for a thread that is gone.
-                self._failed("blocks could not be kept", error)
+                self._failed("blocks could not be kept", _ordinary(error))
                 self._lacks = True
             with self._changed:
                 self._batches += 1
@@ -300,3 +304,9 @@ class WriteBehind:
                             del self._children[block.parent]
                         self._bytes -= block.nbytes
                 self._changed.notify_all()
+
+
+def _ordinary(error: BaseException) -> Exception:
+    """The error, or one that quotes it where it is none that ends a call alone, such as a panic of native
+    code: it must not end the thread that waits."""
+    return error if isinstance(error, Exception) else StoreError(f"a tier failed: {error!r}")

@@ -10,24 +10,20 @@ Also the families of ChatML templates that show no calls: a bare object of a kno
 
 from __future__ import annotations
 
-from perdure.chat.formats.granite import ROLE_MARKS
-from perdure.chat.parsing.family import CHATML_MARKS, THINK, Family
+from perdure.chat.parsing.family import CHATML_MARKS, ROLE_MARKS, THINK, Family
 from perdure.chat.parsing.json_objects import JSON, JsonCalls, json_object
 
 HERMES_CALLS = JsonCalls(json_object(head="<tool_call>\n", tail="\n</tool_call>", between="\n"))
 
-HERMES = Family("hermes", None, HERMES_CALLS, ("<tool_call>",), ("qwen2",), ends=CHATML_MARKS)
-QWEN3 = Family(
-    "qwen3", THINK, HERMES_CALLS, ("<tool_call>", "<think>"), ("qwen3", "smollm3"), ends=CHATML_MARKS
-)
-GRANITE4 = Family("granite4", None, HERMES_CALLS, ("<|start_of_role|>", "<tool_call>"), ends=ROLE_MARKS)
+HERMES = Family("hermes", None, HERMES_CALLS, ends=CHATML_MARKS)
+QWEN3 = Family("qwen3", THINK, HERMES_CALLS, ends=CHATML_MARKS)
+GRANITE4 = Family("granite4", None, HERMES_CALLS, ends=ROLE_MARKS)
 REKA = Family(
     "reka",
     THINK,
     HERMES_CALLS,
-    ("<tool_call>", "<think>", "<sep>"),
     ends=("<sep>",),
     quotes_calls=True,
 )
-CHATML = Family("chatml", None, JSON, ("<|im_start|>",), ends=CHATML_MARKS)
-CHATML_THINKING = Family("chatml-thinking", THINK, JSON, ("<|im_start|>", "<think>"), ends=CHATML_MARKS)
+CHATML = Family("chatml", None, JSON, ends=CHATML_MARKS)
+CHATML_THINKING = Family("chatml-thinking", THINK, JSON, ends=CHATML_MARKS)

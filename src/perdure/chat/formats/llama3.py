@@ -17,7 +17,5 @@ _CALLS = JsonCalls(
     leads="{",
 )
 
-LLAMA3 = Family("llama3", None, _CALLS, ("<|start_header_id|>",), unless=("<tool_call>",), ends=HEADER_MARKS)
-LLAMA3_THINKING = Family(
-    "llama3-thinking", THINK, _CALLS, ("<|start_header_id|>", "<think>"), ends=HEADER_MARKS
-)
+LLAMA3 = Family("llama3", None, _CALLS, ends=HEADER_MARKS)
+LLAMA3_THINKING = Family("llama3-thinking", THINK, _CALLS, ends=HEADER_MARKS)

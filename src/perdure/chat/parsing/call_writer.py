@@ -6,19 +6,20 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from perdure.chat.message import Tool, ToolCall
-from perdure.chat.parsing.arguments import kinds_of, properties_of, resolved
 from perdure.chat.parsing.json_scanner import JsonScanner, Malformed
-from perdure.decode.sampling.grammar import Grammar
 from perdure.errors import GrammarError
+
+if TYPE_CHECKING:
+    from perdure.decode.sampling.grammar import Grammar
+
 
 _AS_TRAINED = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 """The white space in which Python writes JSON, and so the templates that models were trained on."""
 _COMBINING = frozenset(("additionalProperties", "patternProperties", "anyOf", "oneOf", "allOf", "$ref"))
 _ANY_TEXT = "/(?s:.*)/"
-EMPTY = '""'
 ID, INDEX = "\ue010", "\ue011"
 """In the pieces of a call: where its id stands, and where its number, which begins at `first_index`. In
 names and arguments they are characters like any other."""
@@ -35,6 +36,8 @@ class Rules:
         self._rules: list[str] = []
 
     def grammar(self, start: str) -> Grammar:
+        from perdure.decode.sampling.grammar import Grammar
+
         return Grammar.lark("\n".join([f"start: {start}", *self._rules]) + "\n")
 
     def rule(self, body: str, attributes: str = "") -> str:
@@ -60,27 +63,17 @@ class Rules:
         return json.dumps(text, ensure_ascii=False) if text else ""
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        return self.rule(f"%json {json.dumps({**schema, 'x-guidance': _AS_TRAINED})}")
+        from perdure.decode.sampling.grammar import check_numbers
+
+        text = json.dumps({**schema, "x-guidance": _AS_TRAINED})
+        check_numbers(schema)
+        return self.rule(f"%json {text}")
 
     def text(self, close: str) -> str:
         """Any text up to `close`, and that."""
         if any(mark in close for mark in self._control):
             return f"{self.rule(_ANY_TEXT)} {self.literal(close)}"
         return self.rule(_ANY_TEXT, f"[suffix={json.dumps(close, ensure_ascii=False)}]")
-
-    def members(self, members: Sequence[tuple[str, bool]], separator: str) -> str:
-        """Members one after the other, those that are not required perhaps."""
-        if not separator:
-            return " ".join(each if required else f"({each})?" for each, required in members)
-        first, later = "", ""
-        for each, required in reversed(members):
-            go_on = f"{each} {later}"
-            with_separator = f"{self.literal(separator)} {go_on}"
-            first, later = (
-                self.rule(go_on if required else f"{go_on} | {first or EMPTY}"),
-                self.rule(with_separator if required else f"({with_separator}) | {later or EMPTY}"),
-            )
-        return first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +85,7 @@ class CallWriter:
     end: str = ""
     first_index: int = 0
     id_pattern: str = "[a-zA-Z0-9]{9}"
-    """What a model's own ids are like, for formats that have them; as Mistral wants them, unless told."""
+    """What a model's own ids are like, for formats that have them; as Mistral wants them, unless given."""
 
     def write(self, calls: Iterable[ToolCall]) -> str:
         written = (self.call_text(call, number) for number, call in enumerate(calls, self.first_index))
@@ -120,7 +113,7 @@ class CallText(CallWriter):
     tail: str = ""
 
     def call_text(self, call: ToolCall, number: int) -> str:
-        head, middle, tail = (_filled(each, call, number) for each in (self.head, self.middle, self.tail))
+        head, middle, tail = (filled(each, call, number) for each in (self.head, self.middle, self.tail))
         return head + call.name + middle + call.arguments + tail
 
     def call_rule(self, rules: Rules, tool: Tool) -> str:
@@ -128,78 +121,19 @@ class CallText(CallWriter):
         return f"{head} {rules.words(tool.name)} {middle} {rules.json(strict(tool.parameters))} {tail}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaggedText(CallWriter):
-    """A call as a name, and a tag for each argument, with bare strings."""
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """How a template writes calls."""
 
-    head: str
-    name_end: str
-    key_head: str
-    key_end: str
-    value_end: str
-    tail: str
-    key_ends: tuple[tuple[str, str], ...] = ()
-    """What ends a key whose value is of a kind, where that differs."""
-    name_end_bare: str | None = None
-    """What ends a name without arguments, where that differs."""
-
-    def call_text(self, call: ToolCall, number: int) -> str:
-        arguments = call.parsed
-        name_end = _filled(self._name_end(bool(arguments)), call, number)
-        written = "".join(
-            f"{self.key_head}{key}{self._key_end(value)}{_bare(value)}{self.value_end}"
-            for key, value in arguments.items()
-        )
-        return self.head + call.name + name_end + written + self.tail
-
-    def call_rule(self, rules: Rules, tool: Tool) -> str:
-        schema, required = tool.parameters, tool.parameters.get("required") or ()
-        members = [
-            (self._member(rules, key, each, schema), key in required)
-            for key, each in properties_of(schema).items()
-        ]
-        start = f"{rules.literal(self.head)} {rules.words(tool.name)}"
-        some = f"{rules.piece(self._name_end(True), self.id_pattern)} {rules.members(members, '')}"
-        none = rules.piece(self._name_end(False), self.id_pattern)
-        if not members:
-            some = none
-        elif not any(required for _, required in members) and self.name_end_bare is not None:
-            some = f"({some} | {none})"
-        return f"{start} {some} {rules.literal(self.tail)}"
-
-    def _name_end(self, has_arguments: bool) -> str:
-        return self.name_end if has_arguments or self.name_end_bare is None else self.name_end_bare
-
-    def _member(self, rules: Rules, key: str, schema: Any, root: Mapping[str, Any]) -> str:
-        kinds = kinds_of(schema, root)
-        kind = "string" if "string" in kinds or not kinds else next(iter(sorted(kinds)))
-        head = f"{rules.literal(self.key_head)} {rules.words(key)} {rules.literal(self._end_of(kind))}"
-        return rules.rule(f"{head} {value_rule(rules, schema, root, self.value_end)}")
-
-    def _key_end(self, value: Any) -> str:
-        return self._end_of(_kind(value))
-
-    def _end_of(self, kind: str) -> str:
-        return dict(self.key_ends).get(kind, self.key_end)
-
-
-def value_rule(rules: Rules, schema: Any, root: Mapping[str, Any], close: str) -> str:
-    """A bare value up to `close`, and that."""
-    kinds, meant = kinds_of(schema, root), resolved(schema, root)
-    if "string" in kinds:
-        values = meant.get("enum") if isinstance(meant.get("enum"), list) else None
-        values = [meant["const"]] if values is None and "const" in meant else values
-        if values and all(isinstance(each, str) for each in values):
-            words = " | ".join(rules.words(each) or EMPTY for each in values)
-            return f"({words}) {rules.literal(close)}"
-        return rules.text(close)
-    return f"{rules.json(within(schema, root))} {rules.literal(close)}"
-
-
-def within(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
-    """A part of a schema on its own, with what it may refer to."""
-    shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
-    return {**shared, **(schema if isinstance(schema, Mapping) else {})}
+    writer: CallWriter
+    is_learned: bool = False
+    """Whether it was cut out of the template's own text; else it is the family's."""
+    exact: bool = False
+    """Whether one call is written as the template would write it back."""
+    parallel: bool = False
+    """Whether two calls are."""
+    shown: bool = False
+    """Whether the template shows calls at all; else they are written into the text, as the family does."""
 
 
 def strict(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -211,25 +145,9 @@ def strict(schema: Mapping[str, Any]) -> dict[str, Any]:
     return made
 
 
-def _filled(piece: str, call: ToolCall, number: int) -> str:
+def filled(piece: str, call: ToolCall, number: int) -> str:
     """A piece of a call with its id and its number in their places."""
     return _PLACES.sub(lambda place: call.id if place[0] == ID else str(number), piece)
-
-
-def _kind(value: Any) -> str:
-    kinds: tuple[tuple[type, str], ...] = (
-        (str, "string"),
-        (bool, "boolean"),
-        (int, "integer"),
-        (float, "number"),
-        (dict, "object"),
-        (list, "array"),
-    )
-    return next((name for kind, name in kinds if isinstance(value, kind)), "null")
-
-
-def _bare(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 Event = tuple[Literal["id", "name", "arguments", "end", "channel"], str]
@@ -324,8 +242,3 @@ class CallFormat:
 def marks_in(*texts: str) -> tuple[str, ...]:
     """The tags and control tokens in a writer's literal texts, in order."""
     return tuple(mark for text in texts for mark in _MARK.findall(text))
-
-
-def flexible(literal: str) -> str:
-    """A pattern for a literal text whose white space models write in their own way."""
-    return r"\s*".join(["", *map(re.escape, literal.split()), ""]) if literal.strip() else r"\s*"

@@ -3,7 +3,7 @@
     <think>The user asks for the weather.</think>It is sunny.<|im_end|>
 
 A `Family` is a value: markers of reasoning, a tool-call format, and the signs by which a template shows that
-its model belongs to the family. `chat/formats` has one file a family.
+its model belongs to the family. `chat/formats` has one file a family; signs of these are in its registry.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from perdure.chat.message import Tool
 from perdure.chat.parsing.call_writer import CallFormat, CallWriter, Rules
 from perdure.chat.parsing.json_objects import JSON
-from perdure.decode.sampling.grammar import Grammar
 from perdure.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from perdure.decode.sampling.grammar import Grammar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +34,7 @@ class Markers:
 
 THINK = Markers(open="<think>", close="</think>")
 CHATML_MARKS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
+ROLE_MARKS = ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>")
 
 Meaning = Literal["call", "call mark", "reasoning", "answer", "nothing"]
 
@@ -139,7 +142,7 @@ def _scanner(family: Family) -> MarkerScanner:
     openers = family.calls.openers if family.calls is not None else ()
     if family.reasoning is not None:
         meanings[family.reasoning.close] = "answer"
-        # Where calls and reasoning begin alike, the parser behind the opener tells them apart.
+        # Where calls and reasoning begin alike, the parser behind the opener decides which it is.
         if not family.reasoning.open.startswith(openers or "\0"):
             meanings[family.reasoning.open] = "reasoning"
     return MarkerScanner(meanings)

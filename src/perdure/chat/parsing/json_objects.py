@@ -169,7 +169,7 @@ class _CallObject:
 
     def _complete(self, events: list[Event]) -> None:
         if self._expected == "in key":
-            self._key = _decoded(self._text)
+            self._key = decoded_string(self._text)
             role = _ROLES.get(self._key)
             if role in self._seen or (role is None and self._names is not None):
                 raise Malformed
@@ -178,14 +178,14 @@ class _CallObject:
             self._expected = "colon"
             return
         if self._key in _NAME_KEYS:
-            self._name = _decoded(self._text)
+            self._name = decoded_string(self._text)
             if not self._name or (self._names is not None and self._name not in self._names):
                 raise Malformed
             if self._held and not self._waits:
                 self._add_arguments("".join(self._held), events)
         elif self._key in _ARGUMENT_KEYS and not self._streams:
             # Some models write the arguments' JSON as a string.
-            inner, value = _decoded(self._text), JsonScanner()
+            inner, value = decoded_string(self._text), JsonScanner()
             if (
                 not inner.lstrip().startswith("{")
                 or value.push(inner) != len(inner.rstrip())
@@ -194,7 +194,7 @@ class _CallObject:
                 raise Malformed
             self._add_arguments(inner, events)
         elif self._key in _ID_KEYS and self._text and self._text[0].startswith('"'):
-            self._id = _decoded(self._text)
+            self._id = decoded_string(self._text)
         self._expected = "next"
 
     def _punctuation(self, char: str, events: list[Event]) -> None:
@@ -229,7 +229,8 @@ class _CallObject:
         events.append(("arguments", text))
 
 
-def _decoded(text: Sequence[str]) -> str:
+def decoded_string(text: Sequence[str]) -> str:
+    """The string that a piece of JSON holds."""
     value = json.loads("".join(text))
     assert isinstance(value, str)
     try:
@@ -238,74 +239,6 @@ def _decoded(text: Sequence[str]) -> str:
         # Half a surrogate pair is no text: nobody could store it or send it on.
         raise Malformed from None
     return value
-
-
-class KeyedObjectsParser(CallParser):
-    """A list of objects whose only key is the tool's name: `[{"name": {…}}, …]`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._expected = "["
-        self._value = JsonScanner()
-        self._text: list[str] = []
-
-    def finish(self) -> None:
-        if self._expected in ("name", "arguments", ":", "}"):
-            raise Malformed
-        super().finish()
-
-    def _read(self, text: str, at: int) -> int:
-        if self._expected in ("name", "arguments"):
-            return self._within(text, at)
-        char = text[at]
-        if char in SPACE:
-            return at + 1
-        if self._expected == "start" and char in '"{':
-            self._expected = "name" if char == '"' else "arguments"
-            self._value, self._text = JsonScanner(), []
-            return at
-        if self._expected == ", or ]" and char == "]":
-            self.done, self.safe = True, self.position + 1
-        elif self._expected == ", or ]" and char == ",":
-            self._expected = "{"
-        elif char == self._expected:
-            self._expected = {"[": "{", "{": "key", ":": "value", "}": ", or ]"}[char]
-            if char == "}":
-                self._call_ended(1)
-        else:
-            raise Malformed
-        if self._expected in ("key", "value"):
-            self._start()
-        return at + 1
-
-    def _start(self) -> None:
-        self._expected = "name" if self._expected == "key" else "arguments"
-        self._value, self._text = JsonScanner(), []
-
-    def _within(self, text: str, at: int) -> int:
-        if not self._text and text[at] in SPACE:
-            return at + 1
-        if not self._text and text[at] != ('"' if self._expected == "name" else "{"):
-            raise Malformed
-        end = self._value.push(text, at)
-        self._text.append(text[at:end])
-        if self._expected == "arguments":
-            self.events.append(("arguments", text[at:end]))
-        if self._value.done:
-            if self._expected == "name":
-                self.events.append(("name", _decoded(self._text)))
-            self._expected = ":" if self._expected == "name" else "}"
-        return end
-
-
-class KeyedCalls(CallFormat):
-    """Objects whose only key is the tool's name: `[{"get_weather": {"city": "Paris"}}, …]` between marks."""
-
-    def __init__(self, writer: CallText) -> None:
-        super().__init__(writer, openers=marks_in(writer.start), marks=marks_in(writer.end))
-
-    def parser(self, opener: str, tools: Sequence[Tool]) -> CallParser:
-        return KeyedObjectsParser()
 
 
 def json_object(

@@ -1,7 +1,7 @@
 """JSON as it comes: where a value ends, and whether it still is one.
 
 Kept by hand: a reply arrives a few characters at a time, and `json` reads only whole texts, so that finding
-the end of a value with it costs the square of its length; parsers of streams do not tell where a value ended.
+the end of a value with it costs the square of its length; parsers of streams do not say where a value ended.
 """
 
 from __future__ import annotations

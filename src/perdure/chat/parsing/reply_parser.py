@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from perdure.chat.message import Message, Tool, ToolCall
+from perdure.chat.message import DRAWN_ID, Message, Tool, ToolCall
 from perdure.chat.parsing.call_writer import CallParser
 from perdure.chat.parsing.family import Family
 from perdure.chat.parsing.json_scanner import Malformed
@@ -246,7 +246,7 @@ class ReplyParser:
         for kind, text in self._call_parser.events:
             call = self._calls - 1
             if kind == "id":
-                self._id = text
+                self._id = "" if DRAWN_ID.fullmatch(text) else text
             elif kind == "name":
                 written, self._id = self._id or self._make_id(), ""
                 self._parts.append(Part("call", call=call + 1, id=written, name=text))

@@ -16,6 +16,9 @@ import llguidance
 from jsonschema.exceptions import ValidationError, best_match
 from referencing import Registry
 
+from perdure.decode.sampling.grammar_checker import Vocabulary, checker
+from perdure.errors import BusyError, GrammarError
+
 _STEPS = 500_000
 """What one validation may cost: references can make a small schema exponential."""
 _QUOTED = 1024
@@ -74,8 +77,14 @@ def _spend(steps: int) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _matcher(pattern: str) -> Any:
-    # The engine of structured output: it has no backtracking. None where it does not know the syntax.
+    # The engine of structured output: it has no backtracking. None where it does not know the syntax, or
+    # where the pattern would end or hold this process.
     schema = json.dumps({"type": "string", "pattern": pattern})
+    try:
+        with checker.turn("", None):
+            checker.check("json_schema", schema, Vocabulary(256))
+    except (BusyError, GrammarError):
+        return None
     native = llguidance.LLMatcher(_bytes(), llguidance.grammar_from("json_schema", schema), log_level=0)
     return None if native.is_error() else native
 

@@ -30,7 +30,7 @@ SWITCHES: tuple[tuple[str, bool], ...] = (
     ("keep_past_thinking", True),
     ("preserve_reasoning", True),
 )
-"""Variables by which templates are told to show the reasoning of earlier turns, and what each is set to."""
+"""Variables that make templates show the reasoning of earlier turns, and the value of each."""
 
 _REMEMBERED = 64
 _NOW = datetime(2026, 1, 31)
@@ -53,7 +53,7 @@ _SECOND = Message(role="tool", content="zqsecond", tool_call_id=_OTHER.id, name=
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Capabilities:
+class TemplateCapabilities:
     """What a template shows, with tools or without."""
 
     tools: ToolsForm
@@ -78,7 +78,7 @@ class Capabilities:
     text_arguments: bool
     """Whether arguments must be given as JSON text."""
     raw_arguments: bool
-    """Whether arguments that are no JSON object are shown as they are."""
+    """Whether arguments that are no JSON object are shown unchanged."""
     text_with_calls: bool
     split_text: bool
     """Whether a text and a call are shown as two messages of the assistant."""
@@ -94,10 +94,10 @@ class Capabilities:
 
 
 _lock = threading.Lock()
-_known: OrderedDict[tuple[str, str, str, bool], Capabilities] = OrderedDict()
+_known: OrderedDict[tuple[str, str, str, bool], TemplateCapabilities] = OrderedDict()
 
 
-def capabilities(template: Template, *, with_tools: bool) -> Capabilities:
+def capabilities(template: Template, *, with_tools: bool) -> TemplateCapabilities:
     """What a template shows. It is tried once, and remembered by the template's digest."""
     key = (template.digest, template.bos, template.eos, with_tools)
     with _lock:
@@ -122,7 +122,7 @@ class _Trials:
         self._text = self._null = False
         """Whether arguments are given as JSON text, and no content as none."""
 
-    def capabilities(self) -> Capabilities:
+    def capabilities(self) -> TemplateCapabilities:
         self._form = self._tools()
         calls = self._calls()
         results = self.shows([_USER, self._said(_CALL) if calls else _ASSISTANT, _RESULT])
@@ -132,7 +132,7 @@ class _Trials:
         reasoning = self._reasoning(calls, end)
         keeps = self._keeps(reasoning, {})
         developer = Message(role="developer", content="zqdeveloper")
-        return Capabilities(
+        return TemplateCapabilities(
             tools=self._form,
             system=self.shows([_SYSTEM, _USER]),
             second_system=self.shows([_SYSTEM, replace(_SYSTEM, content="zqsecond"), _USER]),

@@ -53,7 +53,7 @@ class RenderLimits:
         self._started = time.thread_time()
         self.depth = 0
         self.given: frozenset[int] | None = None
-        """The lists that belong to whoever asked, once one is about to be changed."""
+        """The lists that belong to the caller, once one is about to be changed."""
         # The values are kept with their weights, since an id is another's once its owner is gone.
         self._weights: dict[int, tuple[object, int]] = {}
 
@@ -133,7 +133,7 @@ class BoundedContext(Context):
 
     limits: RenderLimits
     now: datetime | None = None
-    """What a template is told that asks for the date; None for the clock's."""
+    """The date that a template reads; None for the clock's."""
 
     def derived(self, locals: dict[str, Any] | None = None) -> Context:  # noqa: A002
         made = super().derived(locals)

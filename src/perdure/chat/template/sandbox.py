@@ -1,6 +1,6 @@
 """Sandbox: Jinja as chat templates know it, within limits.
 
-A template comes with a model file, so it is somebody else's code. It runs in Jinja's immutable sandbox, as
+A template comes with a model file, so it is untrusted code. It runs in Jinja's immutable sandbox, as
 Hugging Face's library has it. Besides, every loop, call and filter looks at the clock, and whatever makes a
 value larger than what it is made of asks first. The hooks are put into the parsed template once; a rendering
 pays for what it does, and there is no thread that watches. Kept by hand: Jinja's sandbox bounds what a
@@ -204,7 +204,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 def _lists(value: Any, depth: int = 0) -> Iterator[int]:
-    """The lists that a rendering was given, which stay as they are; a template may add to its own."""
+    """The lists that a rendering was given, which do not change; a template may add to its own."""
     if isinstance(value, list):
         yield id(value)
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -217,7 +217,7 @@ def _lists(value: Any, depth: int = 0) -> Iterator[int]:
 
 
 def _sized(limits: RenderLimits, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments whose size can be told."""
+    """Arguments whose size is known."""
     return tuple(_listed(limits, each) if isinstance(each, Iterator) else each for each in args)
 
 
@@ -287,7 +287,7 @@ class _Generation(jinja2.ext.Extension):
     def parse(self, parser: Parser) -> Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        # A scope of its own, as a call block is one.
+        # A separate scope, as of a call block.
         return jinja2.nodes.CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)
 
     @pass_eval_context

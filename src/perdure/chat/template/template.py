@@ -6,8 +6,6 @@ import functools
 import hashlib
 import importlib.resources
 import re
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from typing import Any
 
 import jinja2
 
+from perdure.atomic import read_text
 from perdure.chat.message import Message, Tool, ToolCall
 from perdure.chat.template.limits import BoundedContext, RenderLimits
 from perdure.chat.template.sandbox import Sandbox
@@ -33,8 +32,8 @@ _ERASED = re.compile(r"""replace\(\s*(['"])(.+?)\1\s*,\s*(['"])\3""")
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """What texts from outside pass before a template sees them: texts, and names and ids, which it may put
-    into marks of its own."""
+    """Functions that texts from outside pass before a template sees them: one for texts, one for names and
+    ids, which a template may put inside its marks."""
 
     text: Callable[[str], str]
     name: Callable[[str], str]
@@ -59,7 +58,7 @@ class NormalisedMessage(Message):
 
 
 class Template:
-    """A compiled template. Its text is somebody else's code: it cannot reach out of its sandbox, and what it
+    """A compiled template. Its text is untrusted code: it cannot reach out of its sandbox, and what it
     may use of time and memory is bounded. Safe from any thread."""
 
     def __init__(
@@ -119,7 +118,7 @@ class Template:
     @classmethod
     def from_file(cls, path: str | Path, *, bos: str = "", eos: str = "") -> Template:
         try:
-            source = Path(path).read_text("utf-8")
+            source = read_text(Path(path), regular=False)
         except (OSError, ValueError) as error:
             raise TemplateError(f"the template {path} cannot be read: {error}") from None
         return cls(source, bos=bos, eos=eos, name=f"the template {path}")
@@ -142,8 +141,8 @@ class Template:
         no_tools: list[Any] | None = None,
         **variables: Any,
     ) -> str:
-        """The conversation as text. `variables` are what this template takes besides, as plain values; `now`
-        is what it is told if it asks for the date, `no_tools` what it is given where there are none.
+        """The conversation as text. `variables` are the template's further variables, as plain values; `now`
+        is the date that it reads, `no_tools` the value of its tools where there are none.
 
         Every text that came from outside passes `guard` first, after it was decoded.
         """
@@ -257,8 +256,7 @@ def plain(
     guard_key: Callable[[str], str] | None = None,
     depth: int = 0,
 ) -> Any:
-    """A copy out of plain values, their texts guarded: whatever has methods of its own stays out of the
-    sandbox."""
+    """A copy made of plain values, with guarded texts: objects with methods stay out of the sandbox."""
     if isinstance(value, str):
         return guard(str(value))
     if value is None or type(value) in (int, float, bool):
@@ -282,7 +280,7 @@ def _words(error: BaseException) -> str:
     return words if len(words) <= _WORDS else f"{words[:_WORDS]} …"
 
 
-# Conversations as text, turn by turn where their template allows it, and those that were rendered.
+# Conversations as text, turn by turn where their template allows it.
 
 _ROLES = ("system", "user", "assistant")
 _TURNS = ("user", "assistant")
@@ -291,12 +289,6 @@ _ANSWERED = ("user", "tool")
 """Whose messages a reply answers."""
 _NEAR = 8
 """Messages that are rendered for a new one at most, besides those of the system."""
-_Key = tuple[str, int, Message, tuple[Message, ...]]
-_LIMIT = 8 << 20
-_MESSAGE, _OVERHEAD = 256, 1024
-"""Bytes that a message takes, and a rendering besides what it holds."""
-_REACH = 8
-"""Messages that a conversation may have gone on by since it was last rendered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,7 +382,7 @@ class TemplateRenderer:
 
     @cached_property
     def _takes_results(self) -> bool:
-        """Whether it treats results of tools by themselves, too, where it is not told of the tools."""
+        """Whether it renders results of tools alone, also where it is rendered without the tools."""
         try:
             return all(self._tried(system, _WITH_RESULTS) == self.opening for system in (None, "s\n"))
         except PerdureError:
@@ -426,7 +418,7 @@ class TemplateRenderer:
         return after.text + self.opening, after
 
     def _more(self, before: Rendering, new: tuple[Message, ...]) -> Rendering:
-        """What a conversation goes on with, as the end of a short one that goes on alike."""
+        """The text of the next messages, as the end of a short conversation that continues alike."""
         near = before.near + new
         shown = self.whole(near, reply_follows=False)
         text = before.text + shown[before.near_length :]
@@ -449,43 +441,6 @@ class TemplateRenderer:
         return Rendering(messages, text, near, near_length)
 
 
-class RenderingCache:
-    """The latest renderings, by namespace and messages, up to a number of bytes. Safe from any thread.
-
-    A client that sends its whole history each time then has only what is new of it rendered.
-    """
-
-    def __init__(self, *, limit: int = _LIMIT) -> None:
-        self._limit = limit
-        self._lock = threading.Lock()
-        self._held: OrderedDict[_Key, Rendering] = OrderedDict()
-        self.nbytes = 0
-        """What it takes of memory, about."""
-
-    def lookup(self, messages: tuple[Message, ...], namespace: str) -> Rendering | None:
-        """What `messages` go on from."""
-        for count in range(len(messages) - 1, max(0, len(messages) - 1 - _REACH), -1):
-            with self._lock:
-                rendering = self._held.get(_key(messages[:count], namespace))
-            if rendering is not None and rendering.begins(messages):
-                return rendering
-        return None
-
-    def store(self, rendering: Rendering, namespace: str, instead_of: Rendering | None = None) -> None:
-        """Remember a rendering, in the place of the one that it goes on from."""
-        with self._lock:
-            for each in (instead_of, rendering):
-                if (
-                    each is not None
-                    and (gone := self._held.pop(_key(each.messages, namespace), None)) is not None
-                ):
-                    self.nbytes -= _total_size(gone)
-            self._held[_key(rendering.messages, namespace)] = rendering
-            self.nbytes += _total_size(rendering)
-            while self.nbytes > self._limit:
-                self.nbytes -= _total_size(self._held.popitem(last=False)[1])
-
-
 def _end(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     """A conversation's head, and its last turns."""
     head = 0
@@ -493,14 +448,3 @@ def _end(messages: tuple[Message, ...]) -> tuple[Message, ...]:
         head += 1
     tail = messages[max(head, len(messages) - 3) :]
     return (*messages[:head], *tail)
-
-
-def _total_size(rendering: Rendering) -> int:
-    """In memory, about: the text stands in the messages too."""
-    characters = len(rendering.text) * (1 if rendering.text.isascii() else 4)
-    return 2 * characters + _MESSAGE * len(rendering.messages) + _OVERHEAD
-
-
-def _key(messages: tuple[Message, ...], namespace: str) -> _Key:
-    """What tells most conversations apart; their messages decide."""
-    return namespace, len(messages), messages[0], messages[-2:]

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from perdure import system
+from perdure.atomic import TABLE_BYTES, read_stream, read_text
 from perdure.cli.options.shared import Json
 from perdure.cli.output import terminal, words
 from perdure.cli.output.facts import print_json
@@ -24,22 +25,24 @@ from perdure.cli.runtime import usual_store
 from perdure.config import settings
 from perdure.errors import PerdureError
 
+_STATE = "server.json"
 _LOOK = 5.0
-"""Seconds that a server may take to tell of its models."""
+"""Seconds that a server may take to list its models."""
 _POLL = 0.1
 """Seconds between two looks at a server that is starting or stopping."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Server:
-    """A server in the background: its process, where it listens and where it writes."""
+class RunningServer:
+    """What `perdure serve --state FILE` writes: its process, where it listens, and what it serves."""
 
     pid: int
     address: str
     model: str
     store: str
-    log: str
     since: float
+    log: str = ""
+    """Of a server in the background."""
 
 
 def start(context: typer.Context) -> None:
@@ -51,41 +54,33 @@ def start(context: typer.Context) -> None:
         raise PerdureError(f"a server runs already, at {running.address}: `perdure stop` ends it")
     folder = _folder()
     log = folder / "server.log"
+    state = folder / _STATE
     with _claimed() as claim, open(log, "w", encoding="utf-8", opener=private) as output:
         child = subprocess.Popen(
-            system.isolated_python("-m", "perdure.cli", "serve", *context.args),
+            system.isolated_python("-m", "perdure.cli", "serve", *context.args, "--state", str(state)),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            # Whoever has this open is the server: what is written down about it is believed only then.
+            # The process that has this open is the server: without one, its state file is not trusted.
             pass_fds=[claim],
         )
         terminal.tell(f"Starting; its log is {log}")
         try:
-            shown = _until_listening(child, log)
+            while (server := _read_state()) is None or server.pid != child.pid:
+                if child.poll() is not None:
+                    raise PerdureError(f"the server did not start: {_last_line(log, child.returncode)}")
+                time.sleep(_POLL)
         except BaseException:
             child.terminate()
             raise
-    facts = dict(line.split(maxsplit=1) for line in shown.splitlines() if len(line.split(maxsplit=1)) == 2)
-    server = Server(
-        pid=child.pid,
-        address=facts.get("address", ""),
-        model=facts.get("model", ""),
-        store=facts.get("store", ""),
-        log=str(log),
-        since=time.time(),
-    )
-    with open(folder / "server.json", "w", encoding="utf-8", opener=private) as file:
-        json.dump(asdict(server), file)
-    model = server.model.removesuffix(", in a process of its own")
-    typer.echo(f"{server.address} serves {model}; `perdure stop` ends it")
+    typer.echo(f"{server.address} serves {server.model}; `perdure stop` ends it")
 
 
 def stop(
-    seconds: Annotated[
-        float, typer.Option("--seconds", metavar="S", help="Seconds to wait for replies to finish.")
-    ] = 60.0,
+    seconds: float = typer.Option(
+        60.0, "--seconds", metavar="S", help="Seconds to wait for replies to finish."
+    ),
 ) -> None:
     """Stop the server in the background. Replies that are being written are finished first."""
     running = current()
@@ -141,8 +136,8 @@ def status(as_json: Json = False) -> None:
         raise typer.Exit(1)
 
 
-def _models(running: Server | None) -> list[dict[str, Any]]:
-    """The models of a server with their states; none where it does not tell without a key."""
+def _models(running: RunningServer | None) -> list[dict[str, Any]]:
+    """The models of a server with their states; none where it needs a key for that."""
     from urllib.request import urlopen
 
     address = running.address.split(" and ")[0] if running is not None else ""
@@ -150,20 +145,22 @@ def _models(running: Server | None) -> list[dict[str, Any]]:
         return []
     try:
         with urlopen(f"{address}/v1/models", timeout=_LOOK) as answer:
-            models: list[dict[str, Any]] = json.load(answer)["data"]
+            models: list[dict[str, Any]] = json.loads(read_stream(answer, TABLE_BYTES, address))["data"]
     except (OSError, ValueError, KeyError):
         return []
     return models
 
 
-def current() -> Server | None:
+def current() -> RunningServer | None:
     """The server that runs in the background, if one does."""
+    return _read_state() if _is_locked(_folder() / "server.lock") else None
 
+
+def _read_state() -> RunningServer | None:
     folder = _folder()
-    if not _is_locked(folder / "server.lock"):
-        return None
     try:
-        return Server(**json.loads((folder / "server.json").read_text(encoding="utf-8")))
+        facts = json.loads(read_text(folder / _STATE))
+        return RunningServer(**facts | {"log": str(folder / "server.log")})
     except (OSError, ValueError, TypeError):
         return None
 
@@ -187,7 +184,7 @@ def _claimed() -> Iterator[int]:
     try:
         if not system.lock_with_children(handle):
             raise PerdureError("another `perdure start` is under way")
-        (_folder() / "server.json").unlink(missing_ok=True)
+        (_folder() / _STATE).unlink(missing_ok=True)
         yield handle
     finally:
         os.close(handle)
@@ -213,18 +210,12 @@ def _is_locked(path: Path) -> bool:
     return False
 
 
-def _until_listening(child: subprocess.Popen[bytes], log: Path) -> str:
-    """What a server has said by the time it listens."""
-    while True:
-        ended = child.poll() is not None
-        shown = log.read_text(encoding="utf-8", errors="replace")
-        if "Ctrl-C stops it." in shown and not ended:
-            return shown
-        if ended:
-            silent = f"it ended with code {child.returncode} and wrote nothing to {log}; is that disk full?"
-            last = shown.strip().splitlines()[-1:] or [silent]
-            raise PerdureError(f"the server did not start: {last[0].removeprefix('perdure: ')}")
-        time.sleep(_POLL)
+def _last_line(log: Path, code: int) -> str:
+    """What a server has said before it ended."""
+    with log.open("rb") as file:
+        lines = file.read(TABLE_BYTES).decode("utf-8", "replace").strip().splitlines()
+    silent = f"it ended with code {code} and wrote nothing to {log}; is that disk full?"
+    return lines[-1].removeprefix("perdure: ") if lines else silent
 
 
 # `perdure page`: the server with its page, and a browser that shows it.

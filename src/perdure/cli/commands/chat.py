@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from perdure import config
 from perdure.cli.options import shared
-from perdure.cli.options.groups import ConversationOptions, EngineOptions, SamplingOptions, unfolded
+from perdure.cli.options.groups import (
+    ChatEngine,
+    ConversationOptions,
+    EngineOptions,
+    SamplingOptions,
+    unfolded,
+)
 from perdure.cli.options.shared import first_word
 from perdure.cli.output import terminal
 from perdure.cli.prompt import read_text, split_model, system_text
 from perdure.cli.runtime import usual_store
-from perdure.config import N_CTX, Overflow
+from perdure.config import Overflow, settings
+from perdure.engine_config import N_CTX
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -28,36 +33,32 @@ if TYPE_CHECKING:
 
 @unfolded
 def chat(
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="MESSAGE",
-            show_default=False,
-            autocompletion=first_word,
-            help="The model first, if you name one: a .gguf file, owner/repo on the Hugging Face hub, "
-            "hf.co/owner/repo, a URL, or a name that `perdure ls` shows. Then a first message, if you like.",
-        ),
-    ] = None,
+    words: list[str] | None = typer.Argument(
+        None,
+        metavar="MESSAGE",
+        show_default=False,
+        autocompletion=first_word,
+        help="The model first, if you name one: a .gguf file, owner/repo on the Hugging Face hub, "
+        "hf.co/owner/repo, a URL, or a name that `perdure ls` shows. Then a first message, if you like.",
+    ),
     model: shared.Model = None,
     *,
     conversation: ConversationOptions,
-    overflow: Annotated[
-        Overflow,
-        shared.talk_option(
-            "--overflow",
-            help="When the context is full. error: refuse the message; drop_oldest: leave out the oldest "
-            "turns; shift: go on without the oldest tokens; fold: go on from a summary.",
-        ),
-    ] = "error",
+    overflow: Overflow = shared.talk_option(
+        "error",
+        "--overflow",
+        help="When the context is full. error: refuse the message; drop_oldest: leave out the oldest "
+        "turns; shift: go on without the oldest tokens; fold: go on from a summary.",
+    ),
     sampling: SamplingOptions,
-    engine: EngineOptions,
+    engine: ChatEngine,
 ) -> None:
     """Chat with a model in the terminal. /help there lists what can be typed besides messages.
 
     A chat without --session is not kept, unless you type /keep NAME. From a pipe, each line is a message and
     each is answered.
     """
-    # Whatever is wrong with the request is told before a model is fetched or loaded.
+    # Errors in the request are reported before a model is fetched or loaded.
     name, first = split_model(words, model)
     converse(name, first, conversation, overflow, sampling, engine)
 
@@ -70,12 +71,13 @@ def converse(
     sampling: SamplingOptions,
     engine: EngineOptions,
 ) -> None:
-    """A conversation from its first words until somebody leaves it."""
+    """A conversation from its first words until its user leaves it."""
     from perdure.cli.conversation import Conversation
     from perdure.cli.line_editor import LineEditor
     from perdure.cli.slash_commands import NAMES
 
-    settings_now = config.settings()
+    settings_now = settings()
+    config = engine.config
 
     session = conversation.session
     if conversation.store is not None and session is None:
@@ -83,8 +85,8 @@ def converse(
     limit = sampling.max_tokens
     if limit is None and overflow == "shift":
         # It would go on for ever.
-        limit = engine.n_ctx if isinstance(engine.n_ctx, int) else N_CTX
-    settings = _settings(conversation.schema, overflow, limit) | sampling.given()
+        limit = config.n_ctx if isinstance(config.n_ctx, int) else N_CTX
+    asked = _settings(conversation.schema, overflow, limit) | sampling.given()
     folder = _folder(conversation.store, in_use=session is not None)
     watched = sys.stdin is not None and sys.stdin.isatty()
     good = True
@@ -94,12 +96,9 @@ def converse(
             model,
             session,
             system=system_text(conversation.system),
-            settings=settings,
+            settings=asked,
             folder=folder,
-            ctx=engine.n_ctx,
-            loading=engine.loading,
-            cache_types=engine.cache_types,
-            adapters=engine.adapters,
+            config=config,
             template=engine.template,
             watched=watched,
         ) as talk,
@@ -117,8 +116,7 @@ def converse(
                 for message in _piped():
                     good = talk.say(message) and good
         except BrokenPipeError:
-            # Whoever read has gone. Python would complain once more when it closes the stream.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            terminal.discard_output()
             good = False
     if not good:
         raise typer.Exit(1)
@@ -162,7 +160,7 @@ def _settings(schema: Path | None, overflow: Overflow, max_tokens: int | None) -
 
 
 def _folder(store: Path | None, *, in_use: bool) -> Path:
-    """Where sessions are kept. If it will be used and cannot be, that is told before a model is loaded."""
+    """The folder of the sessions. If it is needed and unusable, an error comes before a model is loaded."""
     from perdure.sessions.store.registry import has_sessions, open_store
 
     folder = store or usual_store()

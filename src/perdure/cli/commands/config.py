@@ -10,11 +10,19 @@ from typing import Annotated
 import typer
 
 from perdure import system
-from perdure.atomic import atomic_write
+from perdure.atomic import atomic_write, read_text
 from perdure.cli.options.shared import Json
 from perdure.cli.output import terminal
 from perdure.cli.output.facts import print_json
-from perdure.config import SETTINGS, choices, config_file, find_setting, parse_setting, read_config, settings
+from perdure.config import (
+    all_settings,
+    choices,
+    config_file,
+    find_setting,
+    parse_setting,
+    read_config,
+    settings,
+)
 from perdure.errors import InvalidInputError
 
 app = typer.Typer(help="Defaults for the commands, in a file.", no_args_is_help=True)
@@ -31,7 +39,7 @@ def path() -> None:
 @app.command()
 def show(
     context: typer.Context,
-    name: Annotated[str | None, typer.Argument(help="Only this setting.", show_default="all of them")] = None,
+    name: str | None = typer.Argument(None, help="Only this setting.", show_default="all of them"),
     as_json: Json = False,
 ) -> None:
     """Show every setting, its value, and where it came from.
@@ -41,7 +49,7 @@ def show(
     from perdure.cli.options.shared import usual_value
 
     chosen = choices()
-    shown = SETTINGS if name is None else (find_setting(name),)
+    shown = all_settings().values() if name is None else (find_setting(name),)
     if as_json:
         facts = {
             setting.name: {"value": each.value, "origin": each.origin}
@@ -61,7 +69,7 @@ def show(
 
 
 @app.command(name="set")
-def set_(name: Name, value: Annotated[str, typer.Argument(help="Its value from now on.")]) -> None:
+def set_(name: Name, value: str = typer.Argument(..., help="Its value from now on.")) -> None:
     """Write a setting into the config file."""
     file = config_file()
     # A file that cannot be read is not written over.
@@ -101,8 +109,8 @@ def paths(as_json: Json = False) -> None:
 
 
 def _rewrite(file: Path, name: str, line: str | None) -> None:
-    """Replace the line of a setting, and leave every other line as it is."""
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    """Replace the line of a setting, and leave every other line unchanged."""
+    lines = read_text(file).splitlines() if file.exists() else []
     own = re.compile(rf"""\s*["']?{re.escape(name)}["']?\s*=""")
     rewritten = [each for each in lines if not own.match(each)]
     place = next((at for at, each in enumerate(lines) if own.match(each)), len(rewritten))

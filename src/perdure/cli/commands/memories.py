@@ -24,13 +24,12 @@ Address = Annotated[
 
 @app.command()
 def search(
-    text: Annotated[str | None, typer.Argument(help="Text to find in notes and in what was said.")] = None,
-    label: Annotated[str | None, typer.Option("--label", help="Only with this label.")] = None,
-    kind: Annotated[str | None, typer.Option("--kind", help="Only of this kind.")] = None,
-    session: Annotated[
-        str | None,
-        typer.Option("--session", metavar="NAME", autocompletion=session_names, help="Only of this session."),
-    ] = None,
+    text: str | None = typer.Argument(None, help="Text to find in notes and in what was said."),
+    label: str | None = typer.Option(None, "--label", help="Only with this label."),
+    kind: str | None = typer.Option(None, "--kind", help="Only of this kind."),
+    session: str | None = typer.Option(
+        None, "--session", metavar="NAME", autocompletion=session_names, help="Only of this session."
+    ),
     limit: Limit = None,
     after: AfterAddress = None,
     namespace: Namespace = "",
@@ -40,13 +39,7 @@ def search(
     """List memories: all, or those that match every option given."""
     with sessions_in(store, readonly=True) as sessions:
         memories = sessions.memories.search(
-            label=label,
-            kind=kind,
-            text=text,
-            session=session,
-            namespace=namespace,
-            limit=limit,
-            after=after,
+            label=label, kind=kind, text=text, session=session, namespace=namespace, limit=limit, after=after
         )
     if as_json:
         print_json([plain(memory) for memory in memories])
@@ -59,13 +52,10 @@ def search(
 
 @app.command()
 def wake(
-    address: Annotated[
-        str | None,
-        typer.Argument(
-            help="As `perdure sessions label` printed it; may be left out if there is only one memory."
-        ),
-    ] = None,
-    name: Annotated[str, typer.Option("--as", metavar="NAME", help="The name of the new session.")] = ...,  # type: ignore[assignment]
+    address: str | None = typer.Argument(
+        None, help="As `perdure sessions label` printed it; may be left out if there is only one memory."
+    ),
+    name: str = typer.Option(..., "--as", metavar="NAME", help="The name of the new session."),
     namespace: Namespace = "",
     store: StoreFolder = None,
     as_json: Json = False,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
@@ -12,14 +11,13 @@ from urllib.parse import quote
 import typer
 from rich.filesize import decimal
 
-from perdure.cli.commands.agents.why import Key, Url, ask
 from perdure.cli.options.shared import Json, Yes, model_names
 from perdure.cli.output import terminal, words
 from perdure.cli.output.facts import print_json
 from perdure.cli.output.progress import fetching
 from perdure.cli.output.terminal import harmless, write_columns
-from perdure.config import settings
-from perdure.errors import OutOfMemoryError
+from perdure.cli.server_client import Key, Url, ask
+from perdure.extension import part
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,28 +31,22 @@ if TYPE_CHECKING:
 
 _SHOWN_ITEMS = 8
 _SHOWN_CHARACTERS = 200
-_LENGTHS = (512, 2048)
-"""Tokens behind which the speed of each K/V type is measured."""
 
 
 def inspect(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            autocompletion=model_names,
-            help="A .gguf file, or any name that `perdure pull` takes.",
-        ),
-    ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with all metadata.")] = False,
-    metadata: Annotated[bool, typer.Option("--metadata", help="Show all metadata too.")] = False,
-    kv: Annotated[
-        bool,
-        typer.Option(
-            "--kv",
-            help="Measure what K/V types cost the model, on a text, against f16; it is loaded for that.",
-        ),
-    ] = False,
+    model: str = typer.Argument(
+        ...,
+        metavar="MODEL",
+        autocompletion=model_names,
+        help="A .gguf file, or any name that `perdure pull` takes.",
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON, with all metadata."),
+    metadata: bool = typer.Option(False, "--metadata", help="Show all metadata too."),
+    kv: bool = typer.Option(
+        False,
+        "--kv",
+        help="Measure what K/V types cost the model, on a text, against f16; it is loaded for that.",
+    ),
 ) -> None:
     """Show what a model is. Architecture, size, context, types of its tensors and chat template.
 
@@ -65,7 +57,7 @@ def inspect(
     from perdure.models.header import read_header
 
     if kv:
-        _show_losses(model, as_json)
+        part("show --kv", "fit")(model, as_json)
         return
     if Path(model).is_file() and is_adapter(header := read_header(model)):
         _show_adapter(adapter_of(header), as_json=as_json, metadata=metadata)
@@ -75,52 +67,6 @@ def inspect(
         typer.echo(json.dumps(_card_json(card, keys), indent=2, ensure_ascii=False))
     else:
         _show(card, keys if metadata else {})
-
-
-def _show_losses(name: str, as_json: bool) -> None:
-    from perdure.engine.kv_loss import EXACT_TYPES, measure, parse_kv_type, remember, speed
-
-    rows: list[tuple[str, ...]] = [
-        (
-            "type",
-            "bytes a token",
-            "KL",
-            "same top",
-            "perplexity",
-            "greedy",
-            *(f"at {n}" for n in _LENGTHS),
-            "",
-        )
-    ]
-    facts = []
-    with closing(terminal.load(name)) as model:
-        for text in ("f16", "q8_0", "q8_0:f16", "q4_0"):
-            k_type, v_type = parse_kv_type(text)
-            try:
-                loss = measure(model, k_type, v_type)
-            except OutOfMemoryError:
-                # An engine that does not take these types together for this model.
-                continue
-            if not {k_type, v_type} <= EXACT_TYPES:
-                remember(model, loss)
-            speeds = {length: speed(model, k_type, v_type, length) for length in _LENGTHS}
-            facts.append(dataclasses.asdict(loss) | {"large": loss.large, "tokens_a_second": speeds})
-            rows.append(
-                (
-                    text,
-                    f"{loss.bytes_per_token:,}",
-                    f"{loss.kl:.4f}",
-                    f"{loss.same_top:.1%}",
-                    f"{loss.perplexity:.2f}",
-                    f"{loss.greedy:.0%}",
-                    *(f"{each:.1f} tok/s" for each in speeds.values()),
-                    "refused unless --force-kv" if loss.large else "",
-                )
-            )
-    if as_json:
-        print_json(facts)
-    else:
-        write_columns(rows, right=frozenset(range(1, len(rows[0]) - 1)))
 
 
 def _show_adapter(adapter: AdapterFile, *, as_json: bool, metadata: bool) -> None:
@@ -250,25 +196,24 @@ def loaded(url: Url = None, key: Key = None, as_json: Json = False) -> None:
 
 def load(
     name: Name,
-    keep_alive: Annotated[
-        str | None,
-        typer.Option("--keep-alive", metavar="SECONDS", help="Unload it after so long without a request."),
-    ] = None,
+    keep_alive: str | None = typer.Option(
+        None, "--keep-alive", metavar="SECONDS", help="Unload it after so long without a request."
+    ),
     url: Url = None,
     key: Key = None,
     as_json: Json = False,
 ) -> None:
     """Have the server load a model now. It returns when it is loaded."""
     body = {} if keep_alive is None else {"keep_alive": keep_alive}
-    _told(ask(f"/v1/models/{quote(name)}/load", url, key, body=body, seconds=_PATIENCE), as_json)
+    _print_model(ask(f"/v1/models/{quote(name)}/load", url, key, body=body, seconds=_PATIENCE), as_json)
 
 
 def unload(name: Name, url: Url = None, key: Key = None, as_json: Json = False) -> None:
-    """Have the server unload a model. Requests that it has are answered first; its state stays."""
-    _told(ask(f"/v1/models/{quote(name)}/unload", url, key, body={}, seconds=_PATIENCE), as_json)
+    """Have the server unload a model that is not in use. Its state stays."""
+    _print_model(ask(f"/v1/models/{quote(name)}/unload", url, key, body={}, seconds=_PATIENCE), as_json)
 
 
-def _told(model: dict[str, Any], as_json: bool) -> None:
+def _print_model(model: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print_json(model)
     else:
@@ -339,16 +284,14 @@ def list_(as_json: Json = False) -> None:
 
 @app.command()
 def pull(
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL",
-            show_default="the small default model",
-            autocompletion=model_names,
-            help="A name that `perdure models` shows, owner/repo or owner/repo:Q4_K_M on the Hugging Face "
-            "hub, hf:owner/repo/file.gguf, or a URL.",
-        ),
-    ] = None,
+    name: str | None = typer.Argument(
+        None,
+        metavar="MODEL",
+        show_default="the small default model",
+        autocompletion=model_names,
+        help="A name that `perdure models` shows, owner/repo or owner/repo:Q4_K_M on the Hugging Face "
+        "hub, hf:owner/repo/file.gguf, or a URL.",
+    ),
 ) -> None:
     """Fetch a model, unless it is here already, and print its path."""
     from perdure import models
@@ -360,12 +303,9 @@ def pull(
 
 @app.command()
 def rm(
-    name: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL", autocompletion=model_names, help="A model, as `perdure ls` shows it."
-        ),
-    ],
+    name: str = typer.Argument(
+        ..., metavar="MODEL", autocompletion=model_names, help="A model, as `perdure ls` shows it."
+    ),
     yes: Yes = False,
 ) -> None:
     """Delete a model that was fetched."""
@@ -377,50 +317,6 @@ def rm(
         typer.confirm(f"Delete {files[0]} ({size})?", abort=True)
     remove(name)
     typer.echo(f"Deleted {files[0]} ({size})")
-
-
-@app.command()
-def du(as_json: Json = False) -> None:
-    """Show how much disk perdure uses. Models, engines, sessions, and the cache of the hub's own library."""
-    from perdure import models
-    from perdure.models.hub import hub_cache
-
-    now = settings()
-    named = {entry.name: entry.path for entry in models.entries() if entry.path is not None}
-    used = [(name, _size(path), path) for name, path in named.items()]
-    used += [
-        (what, _size(place), place)
-        for what, place in (
-            ("unfinished downloads", now.models / ".parts"),
-            ("engines", now.engines),
-            ("sessions", now.store),
-            ("evaluations", now.home / "evaluations"),
-            ("Hugging Face cache", hub_cache()),
-        )
-    ]
-    used = [(what, size, place) for what, size, place in used if size]
-    if as_json:
-        print_json([{"what": what, "bytes": size, "path": str(place)} for what, size, place in used])
-        return
-    rows = [("what", "size", "where")]
-    rows += [
-        (what, decimal(size), str(place)) for what, size, place in sorted(used, key=lambda each: -each[1])
-    ]
-    write_columns(rows, right=frozenset({1}))
-
-
-def _size(place: Path) -> int:
-    """Bytes of a model's parts, or of all files of a folder. A file with several names there counts once."""
-    from perdure.models.card import part_names
-
-    files = place.rglob("*") if place.is_dir() else (place.with_name(name) for name in part_names(place.name))
-    seen = {}
-    for file in files:
-        with suppress(OSError):
-            state = file.lstat()
-            if not file.is_dir() and not file.is_symlink():
-                seen[state.st_dev, state.st_ino] = state.st_size
-    return sum(seen.values())
 
 
 def _plain(entry: LocalModel) -> dict[str, object]:

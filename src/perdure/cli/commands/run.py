@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from perdure.cli.options import shared
-from perdure.cli.options.groups import ConversationOptions, EngineOptions, SamplingOptions, unfolded
+from perdure.cli.options.groups import ConversationOptions, RunEngine, SamplingOptions, unfolded
 from perdure.cli.output import terminal
 from perdure.cli.prompt import read_text
 from perdure.cli.runtime import opened, session_folder, sessions_in, usual_store
@@ -30,67 +29,48 @@ _output_option = partial(typer.Option, rich_help_panel="Output")
 def run(
     words: shared.Words = None,
     model: shared.Model = None,
-    files: Annotated[
-        list[Path] | None,
-        typer.Option("--file", "-f", metavar="FILE", help="Attach a text file; may be given several times."),
-    ] = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Complete the text as it is, without the chat template.")
-    ] = False,
-    go_on: Annotated[
-        bool,
-        shared.talk_option(
-            "--continue",
-            "-c",
-            help="Continue the last conversation: the last run, or the session that was used since.",
-        ),
-    ] = False,
+    files: list[Path] | None = typer.Option(
+        None, "--file", "-f", metavar="FILE", help="Attach a text file; may be given several times."
+    ),
+    raw: bool = typer.Option(False, "--raw", help="Complete the text as it is, without the chat template."),
+    go_on: bool = shared.talk_option(
+        False,
+        "--continue",
+        "-c",
+        help="Continue the last conversation: the last run, or the session that was used since.",
+    ),
     *,
     conversation: ConversationOptions,
-    keep: Annotated[
-        bool, shared.talk_option("--keep/--no-keep", help="Keep this run for --continue.")
-    ] = True,
-    regex: Annotated[
-        str | None,
-        shared.shape_option(
-            "--regex", metavar="PATTERN", help="Regular expression that the reply must match."
-        ),
-    ] = None,
-    grammar: Annotated[
-        Path | None,
-        shared.shape_option(
-            "--grammar", metavar="FILE", help="Grammar (.lark or .gbnf) that the reply must match."
-        ),
-    ] = None,
-    stop: Annotated[
-        list[str] | None,
-        shared.shape_option(
-            "--stop", metavar="TEXT", help="End the reply before TEXT; may be given several times."
-        ),
-    ] = None,
+    keep: bool = shared.talk_option(True, "--keep/--no-keep", help="Keep this run for --continue."),
+    regex: str | None = shared.shape_option(
+        None, "--regex", metavar="PATTERN", help="Regular expression that the reply must match."
+    ),
+    grammar: Path | None = shared.shape_option(
+        None, "--grammar", metavar="FILE", help="Grammar (.lark or .gbnf) that the reply must match."
+    ),
+    stop: list[str] | None = shared.shape_option(
+        None, "--stop", metavar="TEXT", help="End the reply before TEXT; may be given several times."
+    ),
     sampling: SamplingOptions,
-    samples: Annotated[
-        int, _output_option("--samples", min=1, metavar="N", help="Write N replies; the prompt is read once.")
-    ] = 1,
-    stream: Annotated[
-        bool, _output_option("--stream/--no-stream", help="Print the reply as it comes or at its end.")
-    ] = True,
-    as_json: Annotated[bool, _output_option("--json", help="Print one JSON object with everything.")] = False,
-    logprobs: Annotated[
-        int | None,
-        _output_option(
-            "--logprobs",
-            min=0,
-            metavar="K",
-            help="Log probabilities, with the K likeliest tokens beside each: in the JSON, or after the text "
-            "on standard error.",
-        ),
-    ] = None,
-    verbose: Annotated[
-        bool, _output_option("--verbose", "-v", help="Show counts and speeds on standard error.")
-    ] = False,
-    engine: EngineOptions,
-    exact: shared.Exact = False,
+    samples: int = _output_option(
+        1, "--samples", min=1, metavar="N", help="Write N replies; the prompt is read once."
+    ),
+    stream: bool = _output_option(
+        True, "--stream/--no-stream", help="Print the reply as it comes or at its end."
+    ),
+    as_json: bool = _output_option(False, "--json", help="Print one JSON object with everything."),
+    logprobs: int | None = _output_option(
+        None,
+        "--logprobs",
+        min=0,
+        metavar="K",
+        help="Log probabilities, with the K likeliest tokens beside each: in the JSON, or after the text "
+        "on standard error.",
+    ),
+    verbose: bool = _output_option(
+        False, "--verbose", "-v", help="Show counts and speeds on standard error."
+    ),
+    engine: RunEngine,
 ) -> None:
     """Ask a model one question and print its answer.
 
@@ -101,7 +81,7 @@ def run(
     from perdure.cli.asking import Asking, Output, has_no_template
     from perdure.cli.commands.chat import converse
 
-    # Whatever is wrong with the request is told before a model is fetched or loaded.
+    # Errors in the request are reported before a model is fetched or loaded.
     session, store = conversation.session, conversation.store
     if go_on and session is not None:
         raise typer.BadParameter("--continue and --session both choose a conversation: give one of them")
@@ -139,16 +119,10 @@ def run(
             terminal.leaving_in_order(),
             opened(
                 name,
-                ctx=engine.n_ctx,
+                # Without a conversation there is one prompt, and nothing to keep for later.
+                replace(engine.config, slots=min(samples, _SLOTS), cache=None if session else 0),
                 store=folder if session else None,
                 template=engine.template,
-                loading=engine.loading,
-                slots=min(samples, _SLOTS),
-                **engine.cache_types,
-                exact=exact,
-                # Without a conversation there is one prompt, and nothing to keep for later.
-                cache=None if session else 0,
-                adapters=engine.adapters,
             ) as runtime,
         ):
             if engine.template is None and not raw:
@@ -159,11 +133,10 @@ def run(
             else:
                 stopped = asking.in_session(session, folder, keep=keep)
     except BrokenPipeError:
-        # Whoever read has gone. Python would complain once more when it closes the stream.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        terminal.discard_output()
         raise typer.Exit(1) from None
     if stopped:
-        raise typer.Exit(130)
+        raise typer.Exit(stopped)
 
 
 def _latest(store: Path | None) -> str:

@@ -2,191 +2,221 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import os
 import sys
+import time
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 import perdure
 from perdure import system
+from perdure.atomic import atomic_write
 from perdure.cli.advice import leave_warnings_to_the_log
-from perdure.cli.commands.background import open_browser
+from perdure.cli.commands.background import RunningServer, open_browser
 from perdure.cli.options import shared
-from perdure.cli.options.groups import EngineOptions, SamplingOptions, unfolded
+from perdure.cli.options.groups import SamplingOptions, ServeEngine, unfolded
 from perdure.cli.options.live import LiveOptions
+from perdure.cli.output import words
 from perdure.cli.output.progress import fetching
 from perdure.cli.output.terminal import agrees, note
-from perdure.cli.runtime import usual_store
-from perdure.config import N_CTX, QUEUE, SLOTS, STORE_BYTES
+from perdure.cli.runtime import keys_in, usual_store
+from perdure.engine_config import STORE_BYTES, engine_options
 from perdure.errors import InvalidInputError
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Sequence
 
-    from perdure.backend import BackendKeywords
+    from perdure.backend import BlockStorage
     from perdure.cli.options.live import SettingsReload
-    from perdure.engine.contract import LoadingKeywords
-    from perdure.server.core.app_state import AppState
+    from perdure.engine_config import EngineConfig
     from perdure.server.core.keys import Keys
+    from perdure.server.core.server_state import ServerState
+    from perdure.server.pool import Selection
 
 _OLLAMA = 11434
+_OF_A_MODEL = ", ".join(each.command for each in engine_options().values() if "models" in each.surfaces)
+"""The options of the engine that can be said of one of several models."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelChoice:
+    """Which models there are, and how they are called."""
+
+    model: shared.ModelName = None
+    models: list[str] | None = typer.Option(
+        None,
+        "--model",
+        "-m",
+        metavar="NAME=FILE[,ctx=N…]",
+        help=f"One of several models, loaded when it is asked for: a file or a name with {_OF_A_MODEL}, "
+        "template, keep_alive, memory, pin; a folder of GGUF files; or a TOML file. May be given several "
+        "times.",
+    )
+    memory: str | None = typer.Option(
+        None,
+        "--memory",
+        metavar="BYTES",
+        show_default="what is free at the start",
+        help="Memory for all models that are loaded at once, such as 12G.",
+    )
+    keep_alive: str = typer.Option(
+        "-1",
+        "--keep-alive",
+        metavar="SECONDS",
+        help="Unload a model after so long without a request, such as 10m; -1: only to make room.",
+    )
+    name: str | None = typer.Option(
+        None,
+        "--name",
+        metavar="NAME",
+        show_default="its file's name",
+        help="What the model is called in answers.",
+    )
+
+    @property
+    def selection(self) -> Selection | None:
+        """Several models; None of one."""
+        from perdure.server.pool import read_selection
+
+        return read_selection([*filter(None, [self.model]), *self.models]) if self.models else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListenOptions:
+    """Where the server listens."""
+
+    host: str = typer.Option(
+        "127.0.0.1", "--host", metavar="ADDRESS", help="Where to listen. Other than loopback needs --keys."
+    )
+    port: int = typer.Option(
+        8080, "--port", "-p", min=0, max=65535, metavar="N", help="Port; 0 takes a free one."
+    )
+    unix_socket: Path | None = typer.Option(
+        None,
+        "--socket",
+        metavar="PATH",
+        help="Listen on a Unix socket for your own programs, in place of a port; with --port on both.",
+    )
+    ollama: bool = typer.Option(
+        False, "--ollama", help=f"Listen on port {_OLLAMA} too, where Ollama's clients look."
+    )
+
+    def sockets(self, *, with_port: bool) -> list[socket.socket]:
+        """What it listens on, bound. A Unix socket is in place of a port, unless that was given too."""
+        from perdure.server.http_server import bind, bind_path
+
+        ports = [self.port] if with_port or self.unix_socket is None else []
+        bound = [bind(self.host, each) for each in (*ports, *([_OLLAMA] if self.ollama else []))]
+        return bound if self.unix_socket is None else [*bound, bind_path(self.unix_socket.absolute())]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreOptions:
+    """What is kept, and where."""
+
+    store: shared.StoreFolder = None
+    store_size: float | None = typer.Option(
+        None,
+        "--store-size",
+        min=0.001,
+        metavar="GIB",
+        show_default=str(STORE_BYTES >> 30),
+        help="Most state on the disk, in GiB; what was used longest ago goes first. The texts of "
+        "sessions are always kept.",
+    )
+    encrypt: str | None = typer.Option(
+        None,
+        "--encrypt",
+        metavar="KEY",
+        help="Encrypt state on the disk with a key: a file of 32 bytes or 64 hex digits, or cluster for "
+        "the key in PostgreSQL. Said once, it holds for the store.",
+    )
+    blocks: list[str] | None = typer.Option(
+        None,
+        "--blocks",
+        metavar="URL",
+        help="Place where machines share state: file:///DIR, s3://BUCKET/PREFIX or redis://HOST; may be "
+        "given several times, the faster first. Needs --store postgresql://…",
+    )
+    no_store: bool = typer.Option(False, "--no-store", help="Keep nothing: sessions end with the server.")
+
+    @property
+    def folder(self) -> Path | None:
+        return None if self.no_store else self.store or usual_store()
+
+    def check(self, *, encrypt_given: bool) -> None:
+        """Refuse options that exclude each other."""
+        if self.store is not None and self.no_store:
+            raise InvalidInputError("--store and --no-store exclude each other; remove one")
+        if self.encrypt is not None and self.no_store and encrypt_given:
+            raise InvalidInputError(
+                "--encrypt is for state on the disk, and --no-store keeps none: remove one"
+            )
+
+    def within(self, config: EngineConfig) -> EngineConfig:
+        """An engine's options with those of its storage."""
+        size = None if self.store_size is None else round(self.store_size * (1 << 30))
+        return replace(config, blocks=self.blocks or None, store_bytes=size)
+
+    @property
+    def storage(self) -> BlockStorage:
+        from perdure.backend import BlockStorage
+        from perdure.sessions.store.registry import cluster_key, encryption_of
+
+        folder = self.folder
+        return BlockStorage(
+            folder=folder,
+            encryption=None if folder is None else encryption_of(folder, self.encrypt),
+            shared_key=cluster_key(folder, self.blocks) if self.blocks else None,
+        )
 
 
 @unfolded
 def serve(
     context: typer.Context,
-    model: shared.ModelName = None,
-    models: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--model",
-            "-m",
-            metavar="NAME=FILE[,ctx=N…]",
-            help="One of several models, loaded when it is asked for: a file or a name with ctx, slots, "
-            "gpu_layers, kv_type, threads, keep_alive, memory, pin; a folder of GGUF files; or a TOML file. "
-            "May be given several times.",
-        ),
-    ] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            "--memory",
-            metavar="BYTES",
-            show_default="what is free at the start",
-            help="Memory for all models that are loaded at once, such as 12G.",
-        ),
-    ] = None,
-    keep_alive: Annotated[
-        str,
-        typer.Option(
-            "--keep-alive",
-            metavar="SECONDS",
-            help="Unload a model that nobody asked for so long, such as 10m; -1: only to make room.",
-        ),
-    ] = "-1",
-    host: Annotated[
-        str,
-        typer.Option("--host", metavar="ADDRESS", help="Where to listen. Other than loopback needs --keys."),
-    ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option("--port", "-p", min=0, max=65535, metavar="N", help="Port; 0 takes a free one.")
-    ] = 8080,
-    unix_socket: Annotated[
-        Path | None,
-        typer.Option(
-            "--socket",
-            metavar="PATH",
-            help="Listen on a Unix socket for your own programs, in place of a port; with --port on both.",
-        ),
-    ] = None,
-    ollama: Annotated[
-        bool, typer.Option("--ollama", help=f"Listen on port {_OLLAMA} too, where Ollama's clients look.")
-    ] = False,
-    name: Annotated[
-        str | None,
-        typer.Option(
-            "--name",
-            metavar="NAME",
-            show_default="its file's name",
-            help="What the model is called in answers.",
-        ),
-    ] = None,
-    store: shared.StoreFolder = None,
-    store_size: Annotated[
-        float | None,
-        typer.Option(
-            "--store-size",
-            min=0.001,
-            metavar="GIB",
-            show_default=str(STORE_BYTES >> 30),
-            help="Most state on the disk, in GiB; what was used longest ago goes first. The texts of "
-            "sessions are always kept.",
-        ),
-    ] = None,
-    encrypt: Annotated[
-        str | None,
-        typer.Option(
-            "--encrypt",
-            metavar="KEY",
-            help="Encrypt state on the disk with a key: a file of 32 bytes or 64 hex digits, or cluster for "
-            "the key in PostgreSQL. Said once, it holds for the store.",
-        ),
-    ] = None,
-    blocks: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--blocks",
-            metavar="URL",
-            help="Place where machines share state: file:///DIR, s3://BUCKET/PREFIX or redis://HOST; may be "
-            "given several times, the faster first. Needs --store postgresql://…",
-        ),
-    ] = None,
-    no_store: Annotated[
-        bool, typer.Option("--no-store", help="Keep nothing: sessions end with the server.")
-    ] = False,
     *,
-    engine: EngineOptions,
-    adapter: Annotated[
-        list[str] | None,
-        shared.engine_option(
-            "--adapter",
-            metavar="NAME=FILE[:SCALE]",
-            help="Adapter that clients may use by NAME or MODEL:NAME; of several models, MODEL:NAME=FILE.",
-        ),
-    ] = None,
-    exact: shared.Exact = False,
-    slots: Annotated[
-        str,
-        shared.engine_option(
-            "--slots",
-            metavar="N|auto",
-            callback=shared.number_or_auto,
-            help="Requests that are answered at once; others wait. auto: as many as fit.",
-        ),
-    ] = str(SLOTS),
-    queue: Annotated[
-        int,
-        shared.engine_option(
-            "--queue", min=0, metavar="N", help="Requests that may wait; more are told to try later (429)."
-        ),
-    ] = QUEUE,
-    threads: Annotated[
-        int | None,
-        shared.engine_option(
-            "--threads", min=1, metavar="N", show_default="by the machine", help="Threads that compute."
-        ),
-    ] = None,
-    isolated: Annotated[
-        bool,
-        shared.engine_option(
-            "--isolated/--in-process",
-            help="The engine in a process of its own: if it dies, it is started again.",
-        ),
-    ] = True,
-    keys: Annotated[
-        Path | None,
-        shared.access_option(
-            "--keys",
-            metavar="FILE",
-            help="File of the keys that clients must have; `perdure keys add NAME` makes one.",
-        ),
-    ] = None,
-    new_key: Annotated[
-        str | None,
-        shared.access_option(
-            "--new-key",
-            metavar="NAMESPACE",
-            help="Print a new key and its line for the file, and exit; `perdure keys add` does both.",
-        ),
-    ] = None,
-    page: Annotated[
-        bool, shared.access_option("--page/--no-page", help="Serve the page for browsers, at /.")
-    ] = True,
-    open_page: Annotated[bool, shared.access_option("--open", help="Open the page in a browser.")] = False,
+    chosen: ModelChoice,
+    listen: ListenOptions,
+    kept: StoreOptions,
+    engine: ServeEngine,
+    adapter: list[str] | None = shared.of_engine(
+        None,
+        "--adapter",
+        metavar="NAME=FILE[:SCALE]",
+        help="Adapter that clients may use by NAME or MODEL:NAME; of several models, MODEL:NAME=FILE.",
+    ),
+    isolated: bool = shared.of_engine(
+        True,
+        "--isolated/--in-process",
+        help="Run the engine in a child process: if it dies, it is restarted.",
+    ),
+    keys: Path | None = shared.access_option(
+        None,
+        "--keys",
+        metavar="FILE",
+        help="File of the keys that clients must have; `perdure keys add NAME` makes one.",
+    ),
+    new_key: str | None = shared.access_option(
+        None,
+        "--new-key",
+        metavar="NAMESPACE",
+        help="Print a new key and its line for the file, and exit; `perdure keys add` does both.",
+    ),
+    page: bool = shared.access_option(True, "--page/--no-page", help="Serve the page for browsers, at /."),
+    open_page: bool = shared.access_option(False, "--open", help="Open the page in a browser."),
+    state_file: Path | None = typer.Option(
+        None,
+        "--state",
+        metavar="FILE",
+        help="Write process, address, models and store into FILE as JSON once it listens.",
+    ),
     live: LiveOptions,
     sampling: SamplingOptions,
 ) -> None:
@@ -194,229 +224,259 @@ def serve(
 
     Clients of OpenAI, Anthropic and Ollama can use it. Ctrl-C stops it; `perdure start` does the same in the
     background. The sampling options are for requests that do not say. `kill -HUP` has it read the keys and
-    the config file again, and costs no request. The exit code is 2 if an option is wrong, and 0 when it was
-    told to stop.
+    the config file again, and costs no request. The exit code is 2 if an option is wrong, and 0 after a
+    signal stopped it.
     """
-    from perdure.cli.options.live import SettingsReload, is_given, live_settings, set_log_level
-    from perdure.engine import registry
-    from perdure.engine.kv_loss import parse_kv_type
-    from perdure.sessions.store.registry import cluster_key, encryption_of
-
     if new_key is not None:
         _print_key(new_key)
         return
-    from perdure.models.catalogue import names_of
-    from perdure.pool import (
-        ModelPool,
-        check_aliases,
-        named_adapter,
-        parse_duration,
-        parse_size,
-        read_selection,
-        with_adapters,
-    )
-
     try:
-        from perdure.server.core.app_state import AppState
         from perdure.server.core.keys import Keys
-        from perdure.server.http_server import bind, bind_path, check_address
+        from perdure.server.core.server_state import ServerState
+        from perdure.server.http_server import check_address
     except ModuleNotFoundError as error:
         note(f"{error.name} is not installed: pip install 'perdure[server]'")
         raise typer.Exit(1) from None
+    from perdure.cli.options.live import SettingsReload, is_given, live_settings, set_log_level
+    from perdure.server.pool import parse_duration
+
     try:
         known = Keys.read(keys) if keys is not None else Keys()
-        folder = None if no_store else store or usual_store()
-        check_address(host, len(known) or keys_in(folder))
-        settings_now = live_settings(live, sampling, host=host, keys=known)
+        check_address(listen.host, len(known) or keys_in(kept.folder))
+        settings_now = live_settings(live, sampling, host=listen.host, keys=known)
         if open_page and not page:
             raise InvalidInputError("--open needs the page; remove --no-page")
-        named = {} if models else dict(map(named_adapter, adapter or ()))
-        seconds = parse_duration(keep_alive, "--keep-alive")
-        selection = None
-        if models:
-            selection = read_selection([*((model,) if model else ()), *models])
-            budget = selection.memory if memory is None else parse_size(memory, "--memory")
-            _check_several(isolated=isolated, name=name, adapters=bool(engine.adapters))
-            selection = with_adapters(selection, adapter or ())
-            check_aliases(live.alias or (), [each.name for each in selection.models])
-        elif memory is not None:
-            raise InvalidInputError("--memory is for several models: name them with --model")
-        if store is not None and no_store:
-            raise InvalidInputError("--store and --no-store exclude each other; remove one")
-        if encrypt is not None and no_store and is_given(context, "encrypt"):
-            raise InvalidInputError(
-                "--encrypt is for state on the disk, and --no-store keeps none: remove one"
-            )
-        ports = [port, *([_OLLAMA] if ollama else [])]
-        if unix_socket is not None and not is_given(context, "port"):
-            ports.remove(port)
-        listening = [bind(host, each) for each in ports]
-        if unix_socket is not None:
-            listening.append(bind_path(unix_socket.absolute()))
+        seconds = parse_duration(chosen.keep_alive, "--keep-alive")
+        config = kept.within(engine.config)
+        selection, budget, named = _checked(
+            chosen, config, adapter or (), live.alias or (), isolated=isolated
+        )
+        kept.check(encrypt_given=is_given(context, "encrypt"))
+        listening = listen.sockets(with_port=is_given(context, "port"))
     except InvalidInputError as error:
         note(str(error))
         raise typer.Exit(2) from None
     with ExitStack() as resources:
         if selection is not None:
-            specs = []
-            for spec in selection.models:
-                source = registry.engine_for(spec.source).fetch(spec.source, fetching, agrees)
-                specs.append(replace(spec, source=source, template=spec.template or engine.template))
-            kv: BackendKeywords = {}
-            if engine.kv_type is not None:
-                kv["k_type"], kv["v_type"] = parse_kv_type(engine.kv_type)
-            if threads is not None:
-                kv["threads"] = threads
-            if store_size is not None:
-                kv["store_bytes"] = round(store_size * (1 << 30))
-            if folder is not None and (encryption := encryption_of(folder, encrypt)) is not None:
-                kv["encryption"] = encryption
-            if blocks:
-                kv["blocks"], kv["blocks_key"] = tuple(blocks), cluster_key(folder, blocks)
-            pool = ModelPool.open(
-                specs,
-                store=folder,
-                memory=budget,
-                keep_alive=seconds,
-                loading=cast("LoadingKeywords", engine.loading),
-                settings={
-                    "n_ctx": engine.n_ctx or N_CTX,
-                    "slots": shared.parse_auto(slots) or SLOTS,
-                    "queue": queue,
-                    "exact": exact,
-                    "force_kv": engine.force_kv,
-                    **kv,
-                },
-            )
-            resources.callback(pool.close)
-            first = pool.default
-            runtime, label, source, adapters = first.runtime, first.name, first.source, first.adapters
-            model_bytes, own_aliases = first.facts().nbytes, selection.aliases
+            served = _several(selection, config, kept, engine.template, budget, seconds, resources)
         else:
-            opener = registry.engine_for(model)
-            source = opener.fetch(model, fetching, agrees)
-            runtime = perdure.open(
-                source,
-                n_ctx=engine.n_ctx,
-                slots=shared.parse_auto(slots) or SLOTS,
-                queue=queue,
-                exact=exact,
-                store=folder,
-                store_bytes=None if store_size is None else round(store_size * (1 << 30)),
-                encrypt=None if no_store else encrypt,
-                blocks=blocks,
-                isolated=isolated,
-                threads=threads,
-                template=engine.template,
-                kv_type=engine.kv_type,
-                force_kv=engine.force_kv,
-                draft=engine.draft,
-                adapters=engine.adapters,
-                adapter_names={each: file for each, (file, _) in named.items()} or None,
-                **engine.loading,
-            )
-            resources.enter_context(runtime)
-            label, model_bytes, own_aliases = name or opener.label(source), runtime.model.info.nbytes, ()
-            adapters = {each: scale for each, (_, scale) in named.items()}
-            pool = ModelPool.of_runtime(label, runtime, keep_alive=seconds)
-            resources.callback(pool.close)
-        app_state = AppState(
-            runtime=runtime,
-            name=label,
-            short_names=names_of(source),
-            model_bytes=model_bytes,
-            keys=known,
-            page=page,
-            pool=pool,
-            adapters=adapters,
-            own_aliases=own_aliases,
-        )
-        app_state.change(settings_now)
+            served = _one(chosen, config, kept, engine.template, named, seconds, resources, isolated=isolated)
+        server_state = ServerState(keys=known, page=page, **served)
+        server_state.change(settings_now)
         set_log_level(live.log_level)
-        reload = SettingsReload(context, host=host)
         resources.callback(known.usage.save)
-        if unix_socket is not None:
-            resources.callback(unix_socket.unlink, missing_ok=True)
-        _listen(app_state, reload, listening, folder, isolated, open_page=open_page)
+        if listen.unix_socket is not None:
+            resources.callback(listen.unix_socket.unlink, missing_ok=True)
+        _announce(server_state, listening, kept, config, isolated=isolated)
+        if state_file is not None:
+            _write_state(state_file, server_state, listening, kept.folder)
+            resources.callback(state_file.unlink, missing_ok=True)
+        if open_page:
+            # The socket listens already: the browser's first request waits there.
+            open_browser(address_of(listening))
+        _run(server_state, SettingsReload(context, host=listen.host), listening)
 
 
-def keys_in(folder: Path | None) -> int:
-    """How many keys the replicas of a database share."""
-    from perdure.server.core.shared_keys import read_keys
-    from perdure.sessions.store.registry import open_accounts
+def _checked(
+    chosen: ModelChoice,
+    config: EngineConfig,
+    adapter: Sequence[str],
+    aliases: Sequence[str],
+    *,
+    isolated: bool,
+) -> tuple[Selection | None, int | None, dict[str, tuple[str, float]]]:
+    """The models if there are several, the memory for all of them, and the adapters of a single one."""
+    from perdure.server.pool import check_aliases, named_adapter, parse_size, with_adapters
 
-    with open_accounts(folder) as accounts:
-        return 0 if accounts is None else len(read_keys(accounts).keys)
-
-
-def _check_several(*, isolated: bool, name: str | None, adapters: bool) -> None:
-    """Refuse what is for one model."""
+    selection = chosen.selection
+    if selection is None:
+        if chosen.memory is not None:
+            raise InvalidInputError("--memory is for several models: name them with --model")
+        return None, None, dict(map(named_adapter, adapter))
     if not isolated:
-        raise InvalidInputError("--in-process is for one model: each of several has a process of its own")
-    if name is not None:
+        raise InvalidInputError("--in-process is for one model: each of several runs in a separate process")
+    if chosen.name is not None:
         raise InvalidInputError("--name is for one model: --model NAME=FILE names one of several")
-    if adapters:
+    if config.adapters:
         raise InvalidInputError(
             "adapters for every reply are for one model: give one of several an adapter that clients name by "
             "--adapter MODEL:NAME=FILE"
         )
+    selection = with_adapters(selection, adapter)
+    check_aliases(aliases, [each.name for each in selection.models])
+    return selection, selection.memory if chosen.memory is None else parse_size(chosen.memory, "--memory"), {}
 
 
-def _listen(
-    app_state: AppState,
-    reload: SettingsReload,
-    listening: Sequence[socket.socket],
-    folder: Path | None,
-    isolated: bool,
+def _several(
+    selection: Selection,
+    config: EngineConfig,
+    kept: StoreOptions,
+    template: str | None,
+    budget: int | None,
+    keep_alive: float,
+    resources: ExitStack,
+) -> dict[str, Any]:
+    """Several models, fetched now and loaded when they are asked for."""
+    from perdure.engine import registry
+    from perdure.models.catalogue import names_of
+    from perdure.server.pool import ModelPool
+
+    specs = []
+    for spec in selection.models:
+        source = registry.engine_for(spec.source).fetch(spec.source, fetching, agrees)
+        specs.append(replace(spec, source=source, template=spec.template or template))
+    pool = ModelPool.open(specs, config, storage=kept.storage, memory=budget, keep_alive=keep_alive)
+    resources.callback(pool.close)
+    first = pool.default
+    return {
+        "runtime": first.runtime,
+        "name": first.name,
+        "short_names": names_of(first.source),
+        "model_bytes": first.facts().nbytes,
+        "pool": pool,
+        "adapters": first.adapters,
+        "own_aliases": selection.aliases,
+    }
+
+
+def _one(
+    chosen: ModelChoice,
+    config: EngineConfig,
+    kept: StoreOptions,
+    template: str | None,
+    named: dict[str, tuple[str, float]],
+    keep_alive: float,
+    resources: ExitStack,
     *,
-    open_page: bool,
+    isolated: bool,
+) -> dict[str, Any]:
+    """One model, fetched and loaded now."""
+    from perdure.engine import registry
+    from perdure.models.catalogue import names_of
+    from perdure.server.pool import ModelPool
+
+    opener = registry.engine_for(chosen.model)
+    source = opener.fetch(chosen.model, fetching, agrees)
+    files = {each: file for each, (file, _) in named.items()}
+    runtime = perdure.open(
+        source,
+        store=kept.folder,
+        encrypt=None if kept.no_store else kept.encrypt,
+        isolated=isolated,
+        template=template,
+        **replace(config, adapter_names=files or None).keywords,
+    )
+    resources.enter_context(runtime)
+    name = chosen.name or opener.label(source)
+    pool = ModelPool.of_runtime(name, runtime, keep_alive=keep_alive)
+    resources.callback(pool.close)
+    return {
+        "runtime": runtime,
+        "name": name,
+        "short_names": names_of(source),
+        "model_bytes": runtime.model.info.nbytes,
+        "pool": pool,
+        "adapters": {each: scale for each, (_, scale) in named.items()},
+    }
+
+
+def _announce(
+    server_state: ServerState,
+    listening: Sequence[socket.socket],
+    kept: StoreOptions,
+    config: EngineConfig,
+    *,
+    isolated: bool,
 ) -> None:
-    import logging
-
-    from perdure.server.core.middleware import JsonLines
-    from perdure.server.http_server import HttpServer, address
-
-    leave_warnings_to_the_log()
-    logging.getLogger().addHandler(JsonLines(sys.stderr))
-    # What the engine has to say below this is for those who build it, and that clients leave is no news.
-    for name in ("perdure.llama", "uvicorn.error", "asyncio"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    """Listen, and say where and with what."""
     for each in listening:
         each.listen(2048)
     for title, value in (
-        ("address", " and ".join(map(address, listening))),
-        ("page", "at that address, in a browser" if app_state.page else "none"),
-        *_model_lines(app_state, isolated),
-        ("store", str(folder) if folder else "none: sessions end with the server"),
-        ("keys", _state(app_state.keys)),
+        ("address", address_of(listening, " and ")),
+        ("page", "at that address, in a browser" if server_state.page else "none"),
+        *_model_lines(server_state, isolated),
+        *_store_lines(kept, config),
+        ("keys", _state(server_state.keys)),
     ):
         typer.echo(f"{title:<8} {value}")
     typer.echo("Ctrl-C stops it.")
     sys.stdout.flush()
-    if open_page:
-        # The socket listens already: the browser's first request waits there.
-        open_browser(address(listening[0]))
-    server = HttpServer(app_state, read_settings=lambda: reload.into(app_state))
+
+
+def _store_lines(kept: StoreOptions, config: EngineConfig) -> list[tuple[str, str]]:
+    """Where sessions and state are, how much state at most, and whether it is encrypted."""
+    from perdure.sessions.store.remote import remote_of
+
+    folder = kept.folder
+    if folder is None:
+        return [("store", "none: sessions end with the server")]
+    most = STORE_BYTES if config.store_bytes is None else config.store_bytes
+    sealed = ", encrypted" if kept.storage.encryption is not None else ""
+    state = f"up to {words.size(most)} of state{sealed}"
+    remote = remote_of(folder)
+    if remote is None:
+        return [("store", f"{folder}, {state}")]
+    return [("sessions", remote.shown(folder)), ("store", f"{folder}, {state}")]
+
+
+def address_of(listening: Sequence[socket.socket], between: str | None = None) -> str:
+    """The address of the first socket, or all with a word between them."""
+    from perdure.server.http_server import address
+
+    shown = list(map(address, listening))
+    return shown[0] if between is None else between.join(shown)
+
+
+def _write_state(
+    file: Path, server_state: ServerState, listening: Sequence[socket.socket], folder: Path | None
+) -> None:
+    models = server_state.models
+    several = models.pool is not None and models.pool.room is not None
+    running = RunningServer(
+        pid=os.getpid(),
+        address=address_of(listening, " and "),
+        model=", ".join(model.name for model in models.pooled) if several else models.first.name,
+        store=str(folder or ""),
+        since=time.time(),
+    )
+    with atomic_write(file, private=True) as out:
+        out.write(json.dumps(asdict(running)).encode())
+
+
+def _run(server_state: ServerState, reload: SettingsReload, listening: Sequence[socket.socket]) -> None:
+    """Serve until a signal stops the process. From now on there is a log."""
+    from perdure.server.core.middleware import JsonLinesHandler
+    from perdure.server.http_server import HttpServer
+
+    leave_warnings_to_the_log()
+    logging.getLogger().addHandler(JsonLinesHandler(sys.stderr))
+    # Engine messages below this level are for developers, and clients that leave are no news.
+    for name in ("perdure.llama", "uvicorn.error", "asyncio"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    server = HttpServer(server_state, read_settings=lambda: reload.into(server_state))
     system.freeze_memory()
     server.run(sockets=list(listening))
 
 
-def _model_lines(app_state: AppState, isolated: bool) -> list[tuple[str, str]]:
+def _model_lines(server_state: ServerState, isolated: bool) -> list[tuple[str, str]]:
     """What is said of the models at the start."""
-    pool = app_state.pool
+    pool = server_state.models.pool
     if pool is not None and pool.room is not None:
-        names = [f"{model.name} (pinned)" if model.pinned else model.name for model in app_state.models]
+        names = [
+            f"{model.name} (pinned)" if model.pinned else model.name for model in server_state.models.pooled
+        ]
         return [
-            ("model", f"{', '.join(names)}; each in a process of its own, loaded when it is asked for"),
+            ("model", f"{', '.join(names)}; each in a separate process, loaded by its first request"),
             ("memory", f"{pool.room.machine / 2**30:.1f} GiB for those that are loaded at once"),
         ]
-    runtime = app_state.runtime
+    first = server_state.models.first
+    runtime = first.runtime
     holder = getattr(runtime.backend, "holder", None)
-    state = "in a process of its own" if isolated else "in this process"
+    state = "in a separate process" if isolated else "in this process"
     if holder is not None:
         state = f"in {holder}, which has the store open"
     return [
-        ("model", f"{app_state.name}, {state}"),
+        ("model", f"{first.name}, {state}"),
         ("context", f"{runtime.n_ctx} tokens a request"),
         ("slots", f"{runtime.slots} requests at once"),
     ]

@@ -6,15 +6,14 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from perdure.atomic import open_private
 from perdure.cli.commands import memories
-from perdure.cli.commands.backup import migrate
 from perdure.cli.options.shared import (
     AfterName,
     Json,
@@ -31,16 +30,16 @@ from perdure.cli.output.facts import print_json, tell
 from perdure.cli.output.progress import working
 from perdure.cli.output.words import quoted
 from perdure.cli.runtime import opened, session_folder, session_store_in, sessions_in
-from perdure.config import N_CTX
+from perdure.engine_config import N_CTX, EngineConfig
 from perdure.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from perdure import ImportResult, Message, Runtime, Session, Turn
     from perdure.sessions.info import SessionInfo
-    from perdure.sessions.store.registry import Verification
+    from perdure.sessions.pending_record import PendingInfo
 
 
-# What the commands about sessions tell of one.
+# The fields of a session that the commands print.
 
 
 def listed(row: SessionInfo) -> dict[str, Any]:
@@ -71,7 +70,10 @@ def origin_line(origin: Any) -> str:
     """Where a session came from, in words: a fork, the program that made it, the agent that started it."""
     facts = []
     if how := origin.get("how"):
-        facts.append(f"{how} of {quoted(str(origin.get('session')))} after turn {origin.get('turn')}")
+        # A conversation of the Responses API came from nowhere; what a repair found has no name any more.
+        source, turn = origin.get("session"), origin.get("turn")
+        from_session = f" of {quoted(str(source))}" if source else ""
+        facts.append(f"{how}{from_session}" + (f" after turn {turn}" if turn is not None else ""))
     if agent := origin.get("agent"):
         facts.append(f"made by {quoted(str(agent))}")
     if parent := origin.get("parent"):
@@ -81,8 +83,6 @@ def origin_line(origin: Any) -> str:
 
 # `perdure sessions ls`, `show` and `sizes`: what is kept.
 
-_IN_USE = 3
-"""The exit code of a check that found nothing wrong and could not look at all, since the store is in use."""
 _ENDED = {
     "": "",
     "stop": "",
@@ -95,13 +95,12 @@ _ENDED = {
 
 
 def ls(
-    everyone: Annotated[
-        bool, typer.Option("--all", help="Those of every namespace, for whoever runs a server.")
-    ] = False,
-    text: Annotated[
-        str | None,
-        typer.Option("--text", metavar="TEXT", help="Those with TEXT in their names or in what was said."),
-    ] = None,
+    everyone: bool = typer.Option(
+        False, "--all", help="List the sessions of every namespace, for the operator of a server."
+    ),
+    text: str | None = typer.Option(
+        None, "--text", metavar="TEXT", help="Those with TEXT in their names or in what was said."
+    ),
     limit: Limit = None,
     after: AfterName = None,
     namespace: Namespace = "",
@@ -126,7 +125,8 @@ def ls(
         origin = f"  ({note})" if note else ""
         turns, tokens = words.count(row.depth, "turn"), words.count(row.tokens, "token") if row.tokens else ""
         line = f"{turns:>10} {tokens:>14}  {words.moment(row.updated)}{whose}{model}  {'  ' * level}"
-        terminal.write(f"{line}{words.quoted(row.name)}{origin}\n")
+        title = f"  {words.quoted(row.title)}" if row.title else ""
+        terminal.write(f"{line}{words.quoted(row.name)}{title}{origin}\n")
     if not rows:
         terminal.tell(f"No session has {words.quoted(text)}." if text else "There are no sessions yet.")
     if others:
@@ -136,7 +136,7 @@ def ls(
 def show(
     name: SessionName,
     limit: Limit = None,
-    after: Annotated[int, typer.Option("--after", min=0, metavar="N", help="Skip the first N turns.")] = 0,
+    after: int = typer.Option(0, "--after", min=0, metavar="N", help="Skip the first N turns."),
     namespace: Namespace = "",
     store: StoreFolder = None,
     as_json: Json = False,
@@ -145,6 +145,7 @@ def show(
     with sessions_in(store, readonly=True) as sessions:
         row = sessions.store.find(namespace, name)
         session = sessions.get(name, namespace)
+        pending = session.pending
     turns = session.history(limit=limit, after=after)
     if as_json:
         print_json(
@@ -154,11 +155,13 @@ def show(
                 "system": session.system,
                 "settings": dict(row.settings),
                 "history": [plain_turn(number, turn) for number, turn in enumerate(turns, after + 1)],
+                "pending": _plain_pending(pending) if pending is not None else None,
             }
         )
         return
     facts = {
         "session": words.quoted(row.name),
+        "title": words.quoted(row.title) if row.title else "",
         "turns": f"{session.turns}, {words.count(session.token_count, 'token')}",
         "model": words.quoted(row.model) if row.model else "",
         "system": session.system or "",
@@ -174,6 +177,10 @@ def show(
         ended = _ENDED.get(turn.finish_reason, f" ({turn.finish_reason})")
         terminal.write(f"\n[{number}]{' folded' if turn.kind == 'fold' else ''}{ended}\n")
         for message in [*turn.messages, *([turn.reply] if turn.reply is not None else [])]:
+            terminal.write_line(said(message).removesuffix("\n"))
+    if pending is not None:
+        terminal.write(f"\n[pending] (interrupted{f': {pending.ended}' if pending.ended else ''})\n")
+        for message in [*pending.messages, *([pending.reply] if pending.tokens else [])]:
             terminal.write_line(said(message).removesuffix("\n"))
 
 
@@ -205,18 +212,26 @@ def plain_turn(number: int, turn: Turn) -> dict[str, Any]:
     return {"number": number, **{key: value for key, value in facts.items() if key not in left_out}}
 
 
+def _plain_pending(info: PendingInfo) -> dict[str, Any]:
+    return {
+        "after": info.after,
+        "messages": [message.to_dict() for message in info.messages],
+        "reply": info.reply.to_dict(),
+        "tokens": len(info.tokens),
+        "started": info.started,
+        "ended": info.ended,
+    }
+
+
 # `perdure sessions fork`, `rewind`, `label` and `rm`: changes that need no model.
 
 
 def fork(
     name: SessionName,
-    new: Annotated[str, typer.Argument(metavar="NEW", help="Name of the copy.")],
-    turn: Annotated[
-        int | None,
-        typer.Option(
-            "--turn", min=0, metavar="N", show_default="the last", help="The last turn that is copied."
-        ),
-    ] = None,
+    new: str = typer.Argument(..., metavar="NEW", help="Name of the copy."),
+    turn: int | None = typer.Option(
+        None, "--turn", min=0, metavar="N", show_default="the last", help="The last turn that is copied."
+    ),
     namespace: Namespace = "",
     store: StoreFolder = None,
     as_json: Json = False,
@@ -233,10 +248,8 @@ def fork(
 
 def rewind(
     name: SessionName,
-    turns: Annotated[int, typer.Argument(min=0, metavar="TURNS", help="How many turns to take back.")] = 1,
-    to: Annotated[
-        int | None, typer.Option("--to", min=0, metavar="N", help="Keep the first N turns instead.")
-    ] = None,
+    turns: int = typer.Argument(1, min=0, metavar="TURNS", help="How many turns to take back."),
+    to: int | None = typer.Option(None, "--to", min=0, metavar="N", help="Keep the first N turns instead."),
     namespace: Namespace = "",
     store: StoreFolder = None,
     as_json: Json = False,
@@ -245,24 +258,53 @@ def rewind(
     with sessions_in(store, readonly=False) as sessions:
         session = sessions.get(name, namespace)
         session.rewind(turns, to=to)
-        tell(
-            as_json,
-            f"{words.quoted(name)} has {words.count(session.turns, 'turn')} now",
-            figures(session),
-        )
+        tell(as_json, f"{words.quoted(name)} has {words.count(session.turns, 'turn')} now", figures(session))
+
+
+def rename(
+    name: SessionName,
+    title: str = typer.Argument(..., metavar="TITLE", help="What it is called in lists; empty: its name."),
+    namespace: Namespace = "",
+    store: StoreFolder = None,
+    as_json: Json = False,
+) -> None:
+    """Give a session a title. Its name, by which it is opened, stays."""
+    with sessions_in(store, readonly=False) as sessions:
+        session = sessions.get(name, namespace)
+        session.note({"title": title_of(title)})
+        called = words.quoted(title_of(title) or name)
+        tell(as_json, f"{words.quoted(name)} is called {called} in lists", figures(session))
+
+
+def title_of(text: str) -> str:
+    """A title, as it is kept."""
+    from perdure.sessions.info import TITLE_LENGTH
+
+    if len(title := " ".join(text.split())) > TITLE_LENGTH:
+        raise InvalidInputError(f"a title has at most {TITLE_LENGTH} characters, this one has {len(title)}")
+    return title
+
+
+def search(
+    text: str = typer.Argument(..., metavar="TEXT", help="What is looked for."),
+    limit: Limit = None,
+    after: AfterName = None,
+    namespace: Namespace = "",
+    store: StoreFolder = None,
+    as_json: Json = False,
+) -> None:
+    """List the sessions with a text in names, titles or what was said."""
+    ls(everyone=False, text=text, limit=limit, after=after, namespace=namespace, store=store, as_json=as_json)
 
 
 def label(
     name: SessionName,
-    label: Annotated[str, typer.Argument(metavar="LABEL", help="What to call this point.")],
-    turn: Annotated[
-        int | None,
-        typer.Option("--turn", min=0, metavar="N", show_default="the last", help="After which turn."),
-    ] = None,
-    kind: Annotated[
-        str, typer.Option("--kind", metavar="TEXT", help="Kind of the memory, to search by.")
-    ] = "memory",
-    note: Annotated[str, typer.Option("--note", metavar="TEXT", help="A text to find it by.")] = "",
+    label: str = typer.Argument(..., metavar="LABEL", help="What to call this point."),
+    turn: int | None = typer.Option(
+        None, "--turn", min=0, metavar="N", show_default="the last", help="After which turn."
+    ),
+    kind: str = typer.Option("memory", "--kind", metavar="TEXT", help="Kind of the memory, to search by."),
+    note: str = typer.Option("", "--note", metavar="TEXT", help="A text to find it by."),
     namespace: Namespace = "",
     store: StoreFolder = None,
     as_json: Json = False,
@@ -277,14 +319,12 @@ def label(
 
 
 def rm(
-    names: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="NAME...",
-            autocompletion=session_names,
-            help="Sessions, as `perdure sessions ls` shows them.",
-        ),
-    ],
+    names: list[str] = typer.Argument(
+        ...,
+        metavar="NAME...",
+        autocompletion=session_names,
+        help="Sessions, as `perdure sessions ls` shows them.",
+    ),
     yes: Yes = False,
     namespace: Namespace = "",
     store: StoreFolder = None,
@@ -302,7 +342,7 @@ def rm(
     tell(as_json, f"forgot {shown}", {"removed": removed})
 
 
-# `perdure sessions sleep`, `wake` and `verify`: state on disk, and whether it is sound.
+# `perdure sessions sleep` and `wake`: state on disk.
 
 
 def sleep(
@@ -318,20 +358,23 @@ def sleep(
         if computed > 1:
             runtime.generate(session.tokens, max_tokens=1, temperature=0, namespace=namespace)
         session.sleep()
-        plan = session.plan_wake()
+        estimate = session.plan_wake()
     tell(
         as_json,
-        f"{words.quoted(name)} sleeps: {words.size(plan.nbytes)}; to wake it: "
-        f"{words.sources(plan.tiers, plan.computed)}",
-        {**figures(session), "tiers": dict(plan.tiers), "compute": plan.computed, "bytes": plan.nbytes},
+        f"{words.quoted(name)} sleeps: {words.size(estimate.nbytes)}; to wake it: "
+        f"{words.sources(estimate.tiers, estimate.computed)}",
+        {
+            **figures(session),
+            "tiers": dict(estimate.tiers),
+            "compute": estimate.computed,
+            "bytes": estimate.nbytes,
+        },
     )
 
 
 def wake(
     name: SessionName,
-    plan_only: Annotated[
-        bool, typer.Option("--plan", help="Only say what would be read and computed.")
-    ] = False,
+    plan_only: bool = typer.Option(False, "--plan", help="Only say what would be read and computed."),
     model: ModelFor = None,
     namespace: Namespace = "",
     store: StoreFolder = None,
@@ -342,9 +385,10 @@ def wake(
     Its turns are checked first. It also says what came from where.
     """
     with awake(store, model, name, namespace) as (_, session):
-        plan = session.plan_wake()
-        facts = {"tiers": dict(plan.tiers), "compute": plan.computed, "bytes": plan.nbytes}
-        line = f"{words.quoted(name)}: {words.sources(plan.tiers, plan.computed)}; {words.size(plan.nbytes)}"
+        estimate = session.plan_wake()
+        facts = {"tiers": dict(estimate.tiers), "compute": estimate.computed, "bytes": estimate.nbytes}
+        sources = words.sources(estimate.tiers, estimate.computed)
+        line = f"{words.quoted(name)}: {sources}; {words.size(estimate.nbytes)}"
         if not plan_only:
             started = time.monotonic()
             report = session.wake()
@@ -355,79 +399,16 @@ def wake(
     tell(as_json, line, {**figures(session), **facts})
 
 
-def verify(store: StoreFolder = None, as_json: Json = False) -> None:
-    """Check all sessions and all state. Damaged files are moved aside.
-
-    The exit code is 0 when all is well, 1 if anything was wrong, and 3 if nothing was, but blocks of state
-    could not be looked at since a server or a chat has the store open.
-    """
-    from perdure.sessions.store.registry import verify as verify_store
-
-    folder = session_folder(store)
-    with working("Reading") as progress:
-        verification = verify_store(folder, progress)
-    if as_json:
-        print_json(verification.plain())
-    else:
-        for line in lines(verification):
-            terminal.write_line(line)
-    if not verification.sound:
-        # What could be looked at was all right: somebody who has the store open is no damage.
-        raise typer.Exit(_IN_USE if verification.unread and replace(verification, unread="").sound else 1)
-
-
 @contextmanager
 def awake(
     store: Path | None, model: str | None, name: str, namespace: str
 ) -> Iterator[tuple[Runtime, Session]]:
-    """A session with an engine that has room for it. Whatever is wrong is told before a model is loaded."""
+    """A session with an engine that has room for it. Errors are reported before a model is loaded."""
     with sessions_in(store, readonly=True) as sessions:
         needed = len(sessions.get(name, namespace).tokens)
     ctx = needed + 1 if needed >= N_CTX else None
-    with opened(model, ctx=ctx, slots=1, store=session_folder(store)) as runtime:
+    with opened(model, EngineConfig(n_ctx=ctx, slots=1), store=session_folder(store)) as runtime:
         yield runtime, runtime.sessions.get(name, namespace)
-
-
-# What `perdure sessions verify` and `perdure cache verify` print.
-
-
-def lines(verification: Verification) -> Iterator[str]:
-    """What was found in a store, for a terminal."""
-    from perdure.sessions.store.registry import FOUND
-
-    yield (
-        f"{words.count(verification.sessions, 'session')}, {words.count(verification.turns, 'turn')}, "
-        f"{verification.memories} memories: {len(verification.damaged)} damaged"
-    )
-    yield from (f"  {what}: {why}" for what, why in verification.damaged)
-    if verification.database:
-        yield f"the database of sessions is damaged: {verification.database}"
-    if verification.repair is not None:
-        repair = verification.repair
-        yield (
-            f"kept {words.count(repair.sessions, 'session')}, {words.count(repair.turns, 'turn')} and "
-            f"{repair.memories} memories; the damaged database is {repair.aside.name} now"
-        )
-        yield from (f"  {what}" for what in repair.cut)
-        if repair.found:
-            yield f"  turns whose session is not known are in the namespace {FOUND!r}"
-    if verification.not_repaired:
-        yield f"nothing was done about it: {verification.not_repaired}"
-    blocks = verification.blocks
-    if blocks is not None:
-        yield (
-            f"{words.count(blocks.blocks, 'block')}, {blocks.nbytes} bytes: {blocks.missing} missing, "
-            f"{blocks.adopted} adopted, {blocks.mended} entries mended, {blocks.quarantined} damaged and "
-            f"moved aside, {blocks.leftovers} leftovers deleted"
-        )
-        if blocks.rebuilt:
-            yield "the index of blocks was damaged and has been rebuilt; labels were lost with it"
-    if verification.unread:
-        yield f"blocks were not looked at: {verification.unread}"
-    if verification.sound:
-        yield "all is well"
-    elif not verification.damaged and not verification.database and not verification.unread:
-        yield "sessions are whole; state that is gone is computed anew when it is needed"
 
 
 # `perdure sessions export` and `import`: sessions as files.
@@ -435,18 +416,14 @@ def lines(verification: Verification) -> Iterator[str]:
 
 def export(
     name: SessionName,
-    file: Annotated[
-        Path,
-        typer.Argument(help="Where to write: .md and .jsonl give the text, other names the whole session."),
-    ],
-    state: Annotated[
-        bool,
-        typer.Option(
-            "--state/--no-state", help="With its computed state, for which the model is loaded, or without."
-        ),
-    ] = True,
-    kind: Annotated[str | None, typer.Option("--kind", help="Kind to write into the file.")] = None,
-    force: Annotated[bool, typer.Option("--force", "-f", help="Replace a file that is there.")] = False,
+    file: Path = typer.Argument(
+        ..., help="Where to write: .md and .jsonl give the text, other names the whole session."
+    ),
+    state: bool = typer.Option(
+        True, "--state/--no-state", help="With its computed state, for which the model is loaded, or without."
+    ),
+    kind: str | None = typer.Option(None, "--kind", help="Kind to write into the file."),
+    force: bool = typer.Option(False, "--force", "-f", help="Replace a file that is there."),
     model: ModelFor = None,
     namespace: Namespace = "",
     store: StoreFolder = None,
@@ -476,50 +453,39 @@ def export(
 
 
 def import_(
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="A file that `perdure sessions export` wrote.")
-    ],
-    name: Annotated[
-        str | None,
-        typer.Option(
-            "--as", metavar="NAME", show_default="the name in the file", help="Name of the session here."
-        ),
-    ] = None,
-    state: Annotated[
-        bool,
-        typer.Option(
-            "--state/--no-state", help="With the state in it, for which the model is loaded, or without."
-        ),
-    ] = True,
-    trust_state: Annotated[
-        bool,
-        typer.Option(
-            "--trust-state", help="Use state that another store computed. Only for files that you trust."
-        ),
-    ] = False,
+    file: Path = typer.Argument(..., metavar="FILE", help="A file that `perdure sessions export` wrote."),
+    name: str | None = typer.Option(
+        None, "--as", metavar="NAME", show_default="the name in the file", help="Name of the session here."
+    ),
+    state: bool = typer.Option(
+        True, "--state/--no-state", help="With the state in it, for which the model is loaded, or without."
+    ),
+    trust_state: bool = typer.Option(
+        False, "--trust-state", help="Use state that another store computed. Only for files that you trust."
+    ),
     model: ModelFor = None,
     namespace: Namespace = "",
     store: StoreFolder = None,
     as_json: Json = False,
 ) -> None:
     """Read a session from a file. All of it is checked first, and what is left out is said."""
-    from perdure.sessions.export import manifest_of
+    from perdure.extension import part
     from perdure.sessions.store.registry import has_sessions
 
-    manifest = manifest_of(file)
+    manifest = part("manifest of an export", "upkeep")(file)
     with working(f"Reading {file.name}") as progress:
         if state and manifest.get("identity") is not None:
             folder = session_folder(store, create=True)
             if has_sessions(folder):
-                # That it cannot be used is better told before a model is loaded.
+                # An unusable file is better reported before a model is loaded.
                 sessions_in(folder, readonly=False).close()
-            with opened(model, ctx=None, slots=1, store=folder) as runtime:
+            with opened(model, EngineConfig(slots=1), store=folder) as runtime:
                 result = runtime.sessions.import_(
                     file, name, namespace=namespace, trust_state=trust_state, progress=progress
                 )
-                plan = result.session.plan_wake()
-                facts = {**taken(result), "tiers": dict(plan.tiers), "compute": plan.computed}
-                came = f"; to wake it: {words.sources(plan.tiers, plan.computed)}"
+                estimate = result.session.plan_wake()
+                facts = {**taken(result), "tiers": dict(estimate.tiers), "compute": estimate.computed}
+                came = f"; to wake it: {words.sources(estimate.tiers, estimate.computed)}"
         else:
             with sessions_in(store, readonly=False, create=True) as sessions:
                 result = sessions.import_(file, name, namespace=namespace, progress=progress)
@@ -544,7 +510,9 @@ def taken(result: ImportResult) -> dict[str, Any]:
 
 app = typer.Typer(help="Conversations that are kept.", no_args_is_help=True)
 app.command()(ls)
+app.command()(search)
 app.command()(show)
+app.command()(rename)
 app.command()(fork)
 app.command()(rewind)
 app.command()(label)
@@ -554,6 +522,4 @@ app.command()(wake)
 app.command()(export)
 app.command(name="import")(import_)
 app.command()(sizes)
-app.command()(verify)
-app.command()(migrate)
 app.add_typer(memories.app, name="memories")

@@ -4,53 +4,43 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
-from functools import partial, wraps
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, TypeVar, get_type_hints
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import wraps
+from typing import Any, TypeVar, get_type_hints
 
 import typer
 
 from perdure.cli.options import shared
+from perdure.engine_config import EngineConfig, engine_options
 from perdure.errors import InvalidInputError
 from perdure.options import Option, options_of
 from perdure.request_options import Sampling, options_of_replies
 
-if TYPE_CHECKING:
-    from perdure.engine.contract import PlacementKeywords
-
-
 T = TypeVar("T")
 
 
-class CacheTypes(TypedDict, total=False):
-    """The K/V types that were chosen, and the draft model."""
+def engine_config(**values: Any) -> EngineConfig:
+    """Options of the engine by their fields, as they were typed. A flag at its usual value was not chosen."""
+    chosen: dict[str, Any] = {}
+    for name, value in values.items():
+        option = engine_options()[name]
+        # An option that may come several times and did not is an empty list, or an empty tuple.
+        if value is None or value == [] or value == () or (option.kind is bool and value == option.usual):
+            continue
+        chosen[name] = option.parse(value) if isinstance(value, str) else value
+    return EngineConfig.from_options(chosen)
 
-    k_type: str
-    v_type: str
-    force_kv: bool
-    draft: str
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """How a model is loaded, and how much it holds."""
+    """How a model is loaded, and how much it holds: the options of the engine that a command has."""
 
-    ctx: shared.Ctx = None
-    kv_type: shared.KvType = None
-    force_kv: shared.ForceKv = False
-    gpu_layers: GpuLayers = None
-    device: Devices = None
-    tensor_split: TensorSplit = None
-    kv_offload: KvOffload = True
-    cpu_experts: CpuExperts = None
-    template: shared.Template = None
-    lora: shared.Lora = None
-    control_vector: shared.ControlVector = None
-    draft: shared.DraftModel = None
+    template: str | None = None
+    lora: list[str] | None = None
+    control_vector: list[str] | None = None
 
     @property
     def adapters(self) -> dict[str, float] | None:
-        """As a keyword of `perdure.open`; None where none was given."""
+        """None where none was given."""
         adapters = [*(self.lora or ()), *(self.control_vector or ())]
         if not adapters:
             return None
@@ -59,22 +49,44 @@ class EngineOptions:
         return absolute_scales(dict(map(parse_scaled, adapters)))
 
     @property
-    def loading(self) -> PlacementKeywords:
-        """As keywords of `perdure.Model` and `perdure.open`."""
-        return loading(self.gpu_layers, self.device, self.tensor_split, self.kv_offload, self.cpu_experts)
+    def config(self) -> EngineConfig:
+        values = {name: getattr(self, option.command, None) for name, option in engine_options().items()}
+        return replace(engine_config(**values), adapters=self.adapters)
 
-    @property
-    def cache_types(self) -> CacheTypes:
-        """As keywords of `perdure.open`."""
-        chosen: CacheTypes = {} if self.draft is None else {"draft": self.draft}
-        if self.kv_type is not None:
-            k_type, _, v_type = self.kv_type.partition(":")
-            chosen |= {"k_type": k_type, "v_type": v_type or k_type, "force_kv": self.force_kv}
-        return chosen
 
-    @property
-    def n_ctx(self) -> int | Literal["auto"] | None:
-        return shared.parse_auto(self.ctx)
+def _engine_options_of(command: str) -> Callable[[type[T]], type[T]]:
+    """A class with a field for each option of the engine that a command has."""
+
+    def with_fields(kind: type[T]) -> type[T]:
+        notes: dict[str, Any] = {}
+        for option in engine_options().values():
+            if command in option.surfaces:
+                notes[option.command] = shared.engine_annotation(option)
+                setattr(kind, option.command, bool(option.usual) if option.kind is bool else None)
+        notes |= {
+            "template": shared.Template,
+            "lora": shared.Lora,
+            "control_vector": shared.ControlVector,
+        }
+        kind.__annotations__ = notes
+        return dataclass(frozen=True, kw_only=True)(kind)
+
+    return with_fields
+
+
+@_engine_options_of("chat")
+class ChatEngine(EngineOptions):
+    """Of `perdure chat`."""
+
+
+@_engine_options_of("run")
+class RunEngine(EngineOptions):
+    """Of `perdure run`."""
+
+
+@_engine_options_of("serve")
+class ServeEngine(EngineOptions):
+    """Of `perdure serve`."""
 
 
 REPLY_OPTIONS: dict[str, Option] = options_of_replies()
@@ -127,7 +139,7 @@ class ConversationOptions:
 
 
 def unfolded(command: Callable[..., None]) -> Callable[..., None]:
-    """A command with the fields of its groups as options of its own."""
+    """A command whose option groups are unfolded: each field is an option."""
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
     parameters = []
@@ -153,99 +165,3 @@ def unfolded(command: Callable[..., None]) -> Callable[..., None]:
     folded.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     folded.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return folded
-
-
-# Options of every command that loads a model: how much of it goes to a GPU.
-
-_gpu_option = partial(typer.Option, rich_help_panel="GPU")
-
-
-def _layers(text: str | None) -> str | None:
-    if text is not None and text != "auto" and not text.isdecimal():
-        raise typer.BadParameter(f"a whole number from 0, or auto; got {text}")
-    return text
-
-
-def _experts(text: str | None) -> str | None:
-    if text is not None and text not in ("all", "auto") and not text.isdecimal():
-        raise typer.BadParameter(f"a whole number from 0, all, or auto; got {text}")
-    return text
-
-
-def _shares(text: str | None) -> str | None:
-    if text is None:
-        return None
-    try:
-        shares = [float(share) for share in text.split(",")]
-    except ValueError:
-        shares = [-1.0]
-    if min(shares) < 0 or not sum(shares):
-        raise typer.BadParameter(f"shares such as 3,1, none below 0; got {text}")
-    return text
-
-
-GpuLayers = Annotated[
-    str | None,
-    _gpu_option(
-        "--gpu-layers",
-        metavar="N|auto",
-        show_default="auto",
-        callback=_layers,
-        help="Layers of the model on the GPU; auto: as many as fit.",
-    ),
-]
-Devices = Annotated[
-    list[str] | None,
-    _gpu_option("--device", metavar="NAME", help="A GPU to use; may be given several times."),
-]
-TensorSplit = Annotated[
-    str | None,
-    _gpu_option(
-        "--tensor-split",
-        metavar="A,B",
-        show_default="by free memory",
-        callback=_shares,
-        help="Share of the model for each GPU.",
-    ),
-]
-KvOffload = Annotated[
-    bool, _gpu_option("--kv-offload/--no-kv-offload", help="Keep the K/V cache on the GPU too.")
-]
-CpuExperts = Annotated[
-    str | None,
-    _gpu_option(
-        "--cpu-experts",
-        metavar="N|all|auto",
-        show_default="auto",
-        callback=_experts,
-        help="Layers whose experts stay in memory and are computed by the CPU; auto: as few as must.",
-    ),
-]
-
-
-def loading(
-    gpu_layers: str | None,
-    devices: list[str] | None,
-    tensor_split: str | None,
-    kv_offload: bool,
-    cpu_experts: str | None = None,
-) -> PlacementKeywords:
-    """What was chosen, as keywords of `perdure.Model` and `perdure.open`."""
-    placement: PlacementKeywords = {}
-    if gpu_layers is not None:
-        placement["gpu_layers"] = "auto" if gpu_layers == "auto" else int(gpu_layers)
-    if devices:
-        placement["devices"] = tuple(devices)
-    if tensor_split is not None:
-        placement["tensor_split"] = tuple(float(share) for share in tensor_split.split(","))
-    if not kv_offload:
-        placement["kv_offload"] = False
-    if cpu_experts is not None:
-        placement["cpu_experts"] = _count(cpu_experts)
-    return placement
-
-
-def _count(text: str) -> int | Literal["all", "auto"]:
-    if text == "all":
-        return "all"
-    return "auto" if text == "auto" else int(text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
@@ -15,8 +15,8 @@ from perdure.config import SETTLED, WARMED, choices, settings
 from perdure.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from perdure.server.core.app_state import AppState
     from perdure.server.core.keys import Keys
+    from perdure.server.core.server_state import ServerState
     from perdure.server.core.settings import Limits, LiveSettings
 
 
@@ -27,133 +27,100 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 class LiveOptions:
     """Who may use the server, how much one request may ask for, and what the log has."""
 
-    alias: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--alias",
-            metavar="PATTERN[=MODEL]",
-            help="A further name for the model, such as 'gpt-*', or for one of several, such as "
-            "'claude-*haiku*=small'; may be given several times.",
-        ),
-    ] = None
-    allow_host: Annotated[
-        list[str] | None,
-        shared.access_option(
-            "--allow-host",
-            metavar="NAME",
-            help="A further host name that requests may be sent to; may be given several times.",
-        ),
-    ] = None
-    cors: Annotated[
-        list[str] | None,
-        shared.access_option(
-            "--cors",
-            metavar="ORIGIN",
-            help="A site whose pages may use the server, such as https://chat.example.org, or * for any "
-            "(with --keys); may be given several times.",
-        ),
-    ] = None
-    strict: Annotated[
-        bool,
-        shared.access_option("--strict/--no-strict", help="Refuse requests with fields that are not known."),
-    ] = False
-    conversations: Annotated[
-        bool,
-        shared.access_option(
-            "--conversations/--no-conversations",
-            help="Keep conversations that agents name by their headers as sessions.",
-        ),
-    ] = True
-    stable_prefix: Annotated[
-        bool,
-        shared.access_option(
-            "--stable-prefix/--as-sent",
-            help="Move text that clients change at every turn (dates, counters, reminders) behind the rest, "
-            "or give prompts to the model as they were sent.",
-        ),
-    ] = True
-    settle: Annotated[
-        int,
-        shared.access_option(
-            "--settle",
-            min=0,
-            max=1 << 20,
-            metavar="N",
-            help="Tokens of a conversation's next prompt to read ahead while nobody is served; 0: none.",
-        ),
-    ] = SETTLED
-    warm: Annotated[
-        int,
-        shared.access_option(
-            "--warm",
-            min=0,
-            max=1 << 20,
-            metavar="N",
-            help="After the start, wake what the prompts of known clients begin with while nobody is served, "
-            "and compute up to N tokens of it that are no longer kept; 0: neither.",
-        ),
-    ] = WARMED
+    alias: list[str] | None = typer.Option(
+        None,
+        "--alias",
+        metavar="PATTERN[=MODEL]",
+        help="A further name for the model, such as 'gpt-*', or for one of several, such as "
+        "'claude-*haiku*=small'; may be given several times.",
+    )
+    allow_host: list[str] | None = shared.access_option(
+        None,
+        "--allow-host",
+        metavar="NAME",
+        help="A further host name that requests may be sent to; may be given several times.",
+    )
+    cors: list[str] | None = shared.access_option(
+        None,
+        "--cors",
+        metavar="ORIGIN",
+        help="A site whose pages may use the server, such as https://chat.example.org, or * for any "
+        "(with --keys); may be given several times.",
+    )
+    strict: bool = shared.access_option(
+        False, "--strict/--no-strict", help="Refuse requests with fields that are not known."
+    )
+    conversations: bool = shared.access_option(
+        True,
+        "--conversations/--no-conversations",
+        help="Keep conversations that agents name by their headers as sessions.",
+    )
+    stable_prefix: bool = shared.access_option(
+        True,
+        "--stable-prefix/--as-sent",
+        help="Move text that clients change at every turn (dates, counters, reminders) behind the rest, "
+        "or give prompts to the model as they were sent.",
+    )
+    settle: int = shared.access_option(
+        SETTLED,
+        "--settle",
+        min=0,
+        max=1 << 20,
+        metavar="N",
+        help="Tokens of a conversation's next prompt to read ahead while no request is served; 0: none.",
+    )
+    warm: int = shared.access_option(
+        WARMED,
+        "--warm",
+        min=0,
+        max=1 << 20,
+        metavar="N",
+        help="After the start, while no request is served, wake the beginnings of known clients' prompts, "
+        "and compute up to N tokens that are no longer kept; 0: neither.",
+    )
     # Not the `overflow` of the config file, which is for chats: these are sessions, and may be folded.
-    full_context: Annotated[
-        Literal["error", "drop_oldest", "shift"] | None,
-        shared.limit_option(
-            "--overflow",
-            show_default="error",
-            help="When a conversation no longer fits and the request does not say. error: refuse it; "
-            "drop_oldest: leave out the oldest turns; shift: go on without the oldest tokens.",
-        ),
-    ] = None
-    log_level: Annotated[
-        LogLevel,
-        shared.access_option(
-            "--log-level", help="Least level of the lines in the log; a request is one at info."
-        ),
-    ] = "info"
-    log_text: Annotated[
-        bool, shared.access_option("--log-text/--no-log-text", help="Put messages and replies into the log.")
-    ] = False
-    body_bytes: Annotated[
-        int, shared.limit_option("--body-bytes", min=1, metavar="N", help="Most bytes of one request.")
-    ] = 16 << 20
-    messages: Annotated[
-        int, shared.limit_option("--messages", min=1, metavar="N", help="Most messages of one request.")
-    ] = 4096
-    requests: Annotated[
-        int,
-        shared.limit_option(
-            "--requests", min=1, metavar="N", help="Most requests at once, waiting ones included."
-        ),
-    ] = 512
-    request_seconds: Annotated[
-        float,
-        shared.limit_option("--request-seconds", metavar="S", help="Seconds that one request may take."),
-    ] = 900.0
-    body_seconds: Annotated[
-        float,
-        shared.limit_option(
-            "--body-seconds", metavar="S", help="Seconds that the body of a request may take to arrive."
-        ),
-    ] = 60.0
-    response_days: Annotated[
-        float,
-        shared.limit_option("--response-days", metavar="N", help="Days that a stored response is kept."),
-    ] = 30.0
-    grace: Annotated[
-        float,
-        shared.limit_option(
-            "--grace", metavar="S", help="Seconds for replies to finish once the server is told to stop."
-        ),
-    ] = 20.0
+    full_context: Literal["error", "drop_oldest", "shift"] | None = shared.limit_option(
+        None,
+        "--overflow",
+        show_default="error",
+        help="When a conversation no longer fits and the request does not say. error: refuse it; "
+        "drop_oldest: leave out the oldest turns; shift: go on without the oldest tokens.",
+    )
+    log_level: LogLevel = shared.access_option(
+        "info", "--log-level", help="Least level of the lines in the log; a request is one at info."
+    )
+    log_text: bool = shared.access_option(
+        False, "--log-text/--no-log-text", help="Put messages and replies into the log."
+    )
+    body_bytes: int = shared.limit_option(
+        16 << 20, "--body-bytes", min=1, metavar="N", help="Most bytes of one request."
+    )
+    messages: int = shared.limit_option(
+        4096, "--messages", min=1, metavar="N", help="Most messages of one request."
+    )
+    requests: int = shared.limit_option(
+        512, "--requests", min=1, metavar="N", help="Most requests at once, waiting ones included."
+    )
+    request_seconds: float = shared.limit_option(
+        900.0, "--request-seconds", metavar="S", help="Seconds that one request may take."
+    )
+    body_seconds: float = shared.limit_option(
+        60.0, "--body-seconds", metavar="S", help="Seconds that the body of a request may take to arrive."
+    )
+    response_days: float = shared.limit_option(
+        30.0, "--response-days", metavar="N", help="Days that a stored response is kept."
+    )
+    grace: float = shared.limit_option(
+        20.0, "--grace", metavar="S", help="Seconds for replies to finish once the server is stopping."
+    )
 
-    drain: Annotated[
-        float,
-        shared.limit_option(
-            "--drain",
-            min=0,
-            metavar="S",
-            help="Seconds before that in which it answers as ever, and /ready says that it is draining.",
-        ),
-    ] = 0.0
+    drain: float = shared.limit_option(
+        0.0,
+        "--drain",
+        min=0,
+        metavar="S",
+        help="Seconds before that in which it answers as ever, and /ready says that it is draining.",
+    )
 
     @property
     def limits(self) -> Limits:
@@ -185,7 +152,7 @@ def live_settings(options: LiveOptions, sampling: SamplingOptions, *, host: str,
     further = options.allow_host or ()
     return LiveSettings(
         limits=options.limits,
-        # Whoever has a key may come under any name.
+        # A client with a key may use any host name.
         hosts=AllowedHosts(host, further, origins) if further or not keys.required else None,
         origins=origins,
         aliases=tuple(options.alias or ()),
@@ -214,17 +181,17 @@ class SettingsReload:
         self._now = self._read()
         self._at_start = self._now
 
-    def into(self, app_state: AppState) -> None:
+    def into(self, state: ServerState) -> None:
         """Read the settings, and have the server go on with them. What is wrong is raised, and changes
         nothing."""
         read = self._read()
         options = LiveOptions(**{field.name: read[field.name] for field in fields(LiveOptions)})
         sampling = SamplingOptions(**{field.name: read[field.name] for field in fields(SamplingOptions)})
         try:
-            new = live_settings(options, sampling, host=self._host, keys=app_state.keys)
+            new = live_settings(options, sampling, host=self._host, keys=state.keys)
         except typer.BadParameter as error:
             raise InvalidInputError(error.format_message()) from None
-        app_state.change(new)
+        state.change(new)
         changed = _differing(read, self._now) & _LIVE
         log.info("the settings were read again: %s", _listed(changed) or "none changed")
         if waiting := _differing(read, self._at_start) - _LIVE:

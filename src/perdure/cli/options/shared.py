@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
-from perdure.config import SETTINGS, settings
+from perdure.config import settings
+from perdure.engine_config import EngineConfig, LoadingConfig, engine_options
 from perdure.errors import InvalidInputError
-from perdure.options import Option
+from perdure.options import Option, options_of
 
 # Names that a shell can complete: of sessions, and of models.
 
@@ -56,7 +57,7 @@ def model_names(incomplete: str) -> list[str]:
 
 
 def _completed(find: Callable[[], Iterable[str]], incomplete: str) -> list[str]:
-    # Whatever is wrong is told by the command itself; somebody who presses Tab wants names or nothing.
+    # The command itself reports errors; somebody who presses Tab wants names or nothing.
     with suppress(Exception):
         # A name that needs quotes would come out as several words.
         return sorted(name for name in find() if name.startswith(incomplete) and shlex.quote(name) == name)
@@ -65,12 +66,54 @@ def _completed(find: Callable[[], Iterable[str]], incomplete: str) -> list[str]:
 
 # Options by the section of `--help` that lists them.
 
-_TALK = "The conversation"
+_TALK, _ENGINE = "The conversation", "Engine"
 talk_option = partial(typer.Option, rich_help_panel=_TALK)
-engine_option = partial(typer.Option, rich_help_panel="Engine")
 shape_option = partial(typer.Option, rich_help_panel="Shape of the reply")
 access_option = partial(typer.Option, rich_help_panel="Access")
 limit_option = partial(typer.Option, rich_help_panel="Limits")
+
+
+of_engine = partial(typer.Option, rich_help_panel=_ENGINE)
+
+
+def engine_option(name: str, show_default: str = "") -> Any:
+    """An option of the engine as one of a command."""
+    option = engine_options()[name]
+    words = option.command.replace("_", "-")
+    flag = f"--{words}/--no-{words}" if option.usual is True else f"--{words}"
+    several = option.kind is list and option.keys is str
+    default: Any = show_default or option.default_text
+    numeric = option.kind in (int, float) and not option.words
+    return typer.Option(
+        flag,
+        metavar=option.metavar or {int: "N", float: "X", str: "TEXT"}.get(option.kind),
+        help=f"{option.help[0].upper()}{option.help[1:]}{'; may be given several times' if several else ''}.",
+        show_default=default if option.kind is not bool and default != "none" else True,
+        min=option.low if numeric else None,
+        max=option.high if numeric else None,
+        callback=None if several else lambda value: _checked(option, value),
+        rich_help_panel="GPU" if name in options_of(LoadingConfig) else _ENGINE,
+    )
+
+
+def _checked(option: Option, value: Any) -> Any:
+    """A value as it was typed, if it is one of the option."""
+    try:
+        if value is not None:
+            parsed = option.parse(value) if isinstance(value, str) else value
+            EngineConfig.from_options({option.name: parsed})
+    except InvalidInputError:
+        raise typer.BadParameter(f"{option.range}; got {value}") from None
+    return value
+
+
+def engine_annotation(option: Option) -> Any:
+    """The type of an option of the engine as typer takes it: one that may be a word is a text."""
+    if option.kind is list:
+        kind: Any = list[str] if option.keys is str else str
+    else:
+        kind = str if option.words else option.kind
+    return Annotated[kind if kind is bool else kind | None, engine_option(option.name)]
 
 
 def typer_option(option: Option) -> Any:
@@ -124,29 +167,6 @@ def _not_empty(name: str | None) -> str | None:
     if name is not None and not name.strip():
         raise typer.BadParameter("a session needs a name that is not empty")
     return name
-
-
-def number_or_auto(text: str | None) -> str | None:
-    """A whole number from 1, or auto."""
-    if text is not None and text != "auto" and not (text.isdecimal() and int(text) > 0):
-        raise typer.BadParameter(f"a whole number from 1, or auto; got {text}")
-    return text
-
-
-def parse_auto(text: str | None) -> int | Literal["auto"] | None:
-    """What `number_or_auto` let pass."""
-    if text is None:
-        return None
-    return "auto" if text == "auto" else int(text)
-
-
-def _kv_types(text: str | None) -> str | None:
-    from perdure.models.fit import CACHE_BITS
-
-    types = [] if text is None else text.split(":")
-    if len(types) > 2 or not set(types) <= CACHE_BITS.keys():
-        raise typer.BadParameter(f"one of {', '.join(CACHE_BITS)}, or two of them as K:V; got {text}")
-    return text
 
 
 _USUAL_MODEL = "that of `perdure config show`, else the small default model"
@@ -208,53 +228,19 @@ AfterName = Annotated[str | None, _after_option("NAME")]
 AfterAddress = Annotated[str | None, _after_option("ADDRESS")]
 AfterId = Annotated[str | None, _after_option("ID")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Skip confirmation.")]
-Ctx = Annotated[
-    str | None,
-    engine_option(
-        "--ctx",
-        metavar="N|auto",
-        show_default="4096",
-        callback=number_or_auto,
-        help="Context size: tokens of prompt and reply together; auto: as many as fit.",
-    ),
-]
-DraftModel = Annotated[
-    str | None,
-    engine_option(
-        "--draft",
-        metavar="MODEL|mtp",
-        help="What guesses ahead, for replies with --speculate: a smaller model of the same vocabulary, "
-        "the model's assistant (Gemma 4), or mtp for its own next-token layers.",
-    ),
-]
-KvType = Annotated[
-    str | None,
-    engine_option(
-        "--kv-type",
-        metavar="TYPE|K:V",
-        show_default="f16",
-        callback=_kv_types,
-        help="Type of the K/V cache: f16, q8_0, q4_0 and others, or one for K and one for V.",
-    ),
-]
-ForceKv = Annotated[
-    bool, engine_option("--force-kv", help="Use a K/V type that was measured to cost the model much.")
-]
-Exact = Annotated[
-    bool,
-    engine_option("--exact", help="Decode each reply alone, so that its last bit never depends on others."),
-]
+Ctx = Annotated[str | None, engine_option("n_ctx")]
+GpuLayers = Annotated[str | None, engine_option("gpu_layers")]
 SystemText = Annotated[
     str | None,
     talk_option("--system", "-s", metavar="TEXT|@FILE", help="System prompt, or @ and a file that has it."),
 ]
 Lora = Annotated[
     list[str] | None,
-    engine_option("--lora", metavar="FILE[:SCALE]", help="LoRA for every reply; may be given several times."),
+    of_engine("--lora", metavar="FILE[:SCALE]", help="LoRA for every reply; may be given several times."),
 ]
 ControlVector = Annotated[
     list[str] | None,
-    engine_option(
+    of_engine(
         "--control-vector",
         metavar="FILE[@FIRST-LAST][:SCALE]",
         help="Control vector for every reply, on these layers; may be given several times.",
@@ -262,7 +248,7 @@ ControlVector = Annotated[
 ]
 Template = Annotated[
     str | None,
-    engine_option("--template", metavar="NAME|FILE", show_default="the model's own", help="Chat template."),
+    of_engine("--template", metavar="NAME|FILE", show_default="the model's own", help="Chat template."),
 ]
 Schema = Annotated[
     Path | None, shape_option("--schema", metavar="FILE", help="JSON schema that replies must match.")
@@ -272,8 +258,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 # Defaults of options, as the config file and the environment have them.
 
-_OPTIONS = {setting.name for setting in SETTINGS} - {"model", "store", "engine"}
-"""Settings that are options of the same name. The others are asked for where they are used."""
+_USED_ELSEWHERE = ("model", "store", "engine")
+"""Settings that are asked for where they are used. The others are options of the same name."""
 
 
 def defaults(command: Any, chosen: dict[str, Any]) -> dict[str, Any]:
@@ -282,7 +268,7 @@ def defaults(command: Any, chosen: dict[str, Any]) -> dict[str, Any]:
     own = {
         option.name: chosen[option.name]
         for option in command.params
-        if option.name in _OPTIONS & chosen.keys()
+        if option.name in chosen and option.name not in _USED_ELSEWHERE
     }
     return own | {name: defaults(each, chosen) for name, each in below.items()}
 

@@ -1,4 +1,4 @@
-"""What a command has to tell: a line, or JSON."""
+"""The output of a command: a line, or JSON."""
 
 from __future__ import annotations
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from rich.filesize import decimal
 
+from perdure.events.background import BackgroundThread
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -35,7 +37,7 @@ def fetching(name: str) -> Iterator[Progress]:
 
 
 def file_of(name: str) -> Path:
-    """A safetensors file as it is; else the model of that name, fetched first if it is not here."""
+    """A safetensors file itself; else the model of that name, fetched first if it is not here."""
     from perdure import models
 
     if Path(name).suffix == ".safetensors":
@@ -110,7 +112,7 @@ def working(what: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-class Prompt(Protocol):
+class PromptProgress(Protocol):
     """A job, as far as its prompt goes."""
 
     @property
@@ -120,8 +122,8 @@ class Prompt(Protocol):
 
 
 @contextmanager
-def reading(prompt: Prompt, watched: bool = True) -> Iterator[Callable[[], None]]:
-    """Tells somebody who waits for a reply's first words how much of the prompt is read, and since when.
+def reading(prompt: PromptProgress, watched: bool = True) -> Iterator[Callable[[], None]]:
+    """Shows how much of the prompt is read, and for how long, until the reply's first words.
     The callback says that they have come."""
     console = _console()
     if not (watched and console.is_terminal and not console.is_dumb_terminal):
@@ -137,7 +139,7 @@ def reading(prompt: Prompt, watched: bool = True) -> Iterator[Callable[[], None]
 
         def render(self, task: rich_progress.Task) -> Text:
             total, done = f"{prompt.prompt_tokens:,}", prompt.prompt_read
-            # An engine in another process may not tell.
+            # An engine in another process may not report it.
             return Text(f"{done:,} of {total} tokens" if done else f"{total} tokens")
 
     bar = rich_progress.Progress(
@@ -148,7 +150,7 @@ def reading(prompt: Prompt, watched: bool = True) -> Iterator[Callable[[], None]
         console=console,
         transient=True,
     )
-    # Only whoever has to wait is told why.
+    # Only a process that has to wait prints why.
     begun = threading.Event()
     showing = threading.Lock()
 
@@ -165,7 +167,7 @@ def reading(prompt: Prompt, watched: bool = True) -> Iterator[Callable[[], None]
             with showing:
                 bar.stop()
 
-    thread = threading.Thread(target=show, name="perdure-reading", daemon=True)
+    thread = BackgroundThread(show, name="perdure-reading")
     thread.start()
     try:
         yield end

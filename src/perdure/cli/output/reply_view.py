@@ -1,4 +1,4 @@
-"""A reply on its way to whoever reads it."""
+"""A reply as it is shown while it is written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FAINT, _OFF = "\x1b[2m", "\x1b[0m"
 
 
 class ReplyView:
-    """Shows one reply as it comes, on standard output: as Markdown where that can be shown, else as it is.
+    """Shows one reply as it comes, on standard output: as Markdown where that can be shown, else unchanged.
 
     A pipe gets the text to the last character, then the end of the line, even of an empty one; reasoning is
     not part of it.
@@ -78,7 +78,7 @@ class ReplyView:
     def _emit_faint(self, text: str) -> None:
         """Show a part of the reasoning, paler than the reply."""
         if text:
-            # Where a style of its own ends, it is pale again.
+            # Where a style inside the text ends, the text is pale again.
             terminal.emit(f"{_FAINT}{text.replace(_OFF, _OFF + _FAINT)}{_OFF}")
 
     def _write(self, text: str) -> None:
@@ -120,7 +120,7 @@ class Markdown:
     """Lays text out for a terminal of `width` columns, word by word.
 
     What was given out is never taken back, so nothing flickers and the window may have any size. A mark
-    waits for the character that tells what it means, a word for its end; nothing waits for longer.
+    waits for the character that decides what it means, a word for its end; nothing waits for longer.
     """
 
     def __init__(self, width: int) -> None:

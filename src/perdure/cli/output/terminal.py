@@ -10,21 +10,22 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Protocol, TextIO, Unpack
+from typing import TYPE_CHECKING, Any, Protocol, TextIO, Unpack
 
 from rich.cells import cell_len, set_cell_size
 
 from perdure import system
-from perdure.config import N_CTX
+from perdure.engine_config import N_CTX
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from perdure import Stream
     from perdure.engine.contract import LoadingKeywords
-    from perdure.engine.model import Model
+    from perdure.engine.model import EngineModel
 
 
 _PATIENCE = 0.5
@@ -34,14 +35,14 @@ _INSISTENCE = 2.0
 _CONTROLS = dict.fromkeys({*range(32), *range(127, 160)} - {ord("\n"), ord("\t")}, "\ufffd")
 
 
-class Cancellable(Protocol):
+class CancellableJob(Protocol):
     """A job of any kind."""
 
     def cancel(self) -> None: ...
 
 
-def load(name: str | None, *, cells: int = N_CTX, **loading: Unpack[LoadingKeywords]) -> Model:
-    """The model of that name, or the default one: fetched if need be, with bars for whoever watches."""
+def load(name: str | None, *, cells: int = N_CTX, **loading: Unpack[LoadingKeywords]) -> EngineModel:
+    """The model of that name, or the default one: fetched if need be, with progress bars in a terminal."""
     from perdure.cli.output.progress import fetching
     from perdure.engine.registry import engine_for
 
@@ -64,7 +65,7 @@ def load(name: str | None, *, cells: int = N_CTX, **loading: Unpack[LoadingKeywo
 
 
 def agrees(what: str, nbytes: int) -> bool:
-    """Whether somebody is there, and says yes to fetching so much."""
+    """Whether a person is there, and says yes to fetching so much."""
     import typer
 
     if not sys.stdin.isatty() or not sys.stderr.isatty():
@@ -73,35 +74,76 @@ def agrees(what: str, nbytes: int) -> bool:
 
 
 def may_fetch(what: str, nbytes: int, *, yes: bool = False) -> bool:
-    """Whether so much may be fetched for a command that was told to: much of it, after a question."""
+    """Whether a command may fetch so much: large files, after a question."""
     from perdure.engine.llama.native.source import MUCH
 
     return yes or nbytes <= MUCH or not sys.stdin.isatty() or agrees(what, nbytes)
 
 
+class Stop:
+    """What has stopped a job, if anything has: Ctrl-C, or a signal that ends the process."""
+
+    def __init__(self) -> None:
+        self.code = 0
+        """The exit code for that signal; 0 without one."""
+
+    @property
+    def ends_process(self) -> bool:
+        """Whether the terminal is gone, so that no output can be read."""
+        return self.code not in (0, 128 + signal.SIGINT)
+
+
 @contextmanager
-def stopped_by_ctrl_c(job: Cancellable) -> Iterator[threading.Event]:
-    """While this is open, Ctrl-C cancels `job` and sets the event; one much later is as usual.
+def stopped_by_signal(job: CancellableJob, *, ended: Callable[[], object] | None = None) -> Iterator[Stop]:
+    """While this is open, Ctrl-C, a closed window or a plain kill cancels `job` and is noted; one much later
+    is as usual. `ended` is called instead where it is not Ctrl-C.
 
     An exception could strike between taking a piece of text and showing it, and lose it.
     """
-    pressed = threading.Event()
+    stop = Stop()
     since = 0.0
 
     def press(number: int, frame: FrameType | None) -> None:
         nonlocal since
-        if not pressed.is_set():
+        if number != signal.SIGINT and not stop.ends_process:
+            # It also ends what Ctrl-C has stopped.
+            stop.code = 0
+        if not stop.code:
             since = time.monotonic()
-            pressed.set()
-            job.cancel()
+            stop.code = 128 + number
+            (job.cancel if ended is None or number == signal.SIGINT else ended)()
         elif time.monotonic() - since > _INSISTENCE:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGINT, press)
+    numbers = (signal.SIGINT, *system.ending_signals())
+    before = {number: signal.signal(number, press) for number in numbers}
     try:
-        yield pressed
+        yield stop
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def show(stream: Stream[Any, Any], view: Callable[[Any], object]) -> OSError | None:
+    """Show what comes of a stream. Where it cannot be shown any more the stream is stopped, and read to its
+    end, so that what came is kept; then the reason."""
+    lost: OSError | None = None
+    for delta in stream:
+        if lost is not None:
+            continue
+        try:
+            view(delta)
+        except OSError as error:
+            lost = error
+            stream.cancel()
+            discard_output()
+    return lost
+
+
+def discard_output() -> None:
+    """Have nothing written any more: the reader has gone, and Python would complain once more when it closes
+    the stream."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager
@@ -122,14 +164,14 @@ def leaving_in_order() -> Iterator[None]:
 
 @contextmanager
 def keys_held_back() -> Iterator[None]:
-    """While this is open, keys are not shown; what is typed waits for whoever reads next. Ctrl-C works."""
+    """While this is open, keys are not shown; typed text waits for the next read. Ctrl-C works."""
     with _keys(shown=False):
         yield
 
 
 @contextmanager
 def keys_shown() -> Iterator[None]:
-    """While this is open, somebody types, also where keys are held back around it."""
+    """While this is open, typed keys are shown, also where they are held back around it."""
     with _keys(shown=True):
         yield
 
@@ -157,7 +199,9 @@ def _keys(*, shown: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        termios.tcsetattr(keys, termios.TCSANOW, before)
+        # A window that was closed has no keys.
+        with suppress(termios.error):
+            termios.tcsetattr(keys, termios.TCSANOW, before)
 
 
 def write(text: str) -> None:
@@ -172,7 +216,7 @@ def write_line(text: str, *, indent: int = 0) -> None:
 
 
 def emit(text: str) -> None:
-    """Put text on standard output at once, as it is."""
+    """Put text on standard output at once, unchanged."""
     out = sys.stdout
     try:
         out.write(text)
@@ -195,14 +239,15 @@ def styled() -> bool:
 
 
 def note(text: str) -> None:
-    """A line on standard error, as errors are told."""
+    """A line on standard error, in the form of error lines."""
     tell(f"perdure: {text}")
 
 
 def tell(text: str) -> None:
-    """A line on standard error, for whoever watches. What it quotes may be anything."""
-    # Standard error replaces what it cannot encode by itself.
-    print(wrapped(harmless(text)), file=sys.stderr, flush=True)
+    """A line on standard error. Quoted text may be anything."""
+    # Standard error replaces what it cannot encode by itself. In a window that was closed nobody reads it.
+    with suppress(OSError):
+        print(wrapped(harmless(text)), file=sys.stderr, flush=True)
 
 
 def wrapped(text: str, stream: TextIO | None = None, *, indent: int | None = None) -> str:
@@ -271,7 +316,7 @@ _GAP = "  "
 def write_columns(rows: Sequence[Sequence[str]], *, right: frozenset[int] = frozenset()) -> None:
     """Write rows under each other, the columns in `right` flush right.
 
-    In a terminal that is too narrow for a row, its last column has a line of its own.
+    In a terminal that is too narrow for a row, its last column has a separate line.
     """
     widths = [max(cell_len(cell) for cell in column) for column in zip(*rows, strict=True)]
     space = _columns()

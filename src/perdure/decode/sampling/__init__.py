@@ -1,6 +1,8 @@
 """Sampling: rows of logits in, one token each out.
 
-stage     the contract of a stage, the candidates of a row, stages that change logits: bias, penalties, DRY
-sampler   stages that choose what can be drawn (top-k, top-p, min-p, …), the chain of a sequence, and the draw
-grammar   structured output: schemas, regexes, grammars
+stage            the contract of a stage, the candidates of a row, stages that change logits: bias, penalties
+sampler          stages that choose what can be drawn (top-k, top-p, …), the chain of a sequence, and the draw
+grammar          structured output: schemas, regexes, grammars
+grammar_checker  compiles a grammar in a child process first, where its death or its delay costs nothing
+grammar_child    that child process
 """

@@ -363,7 +363,7 @@ class Sampler:
         self.stages = chain(sampling, Scope(n_ctx, breakers))
         self._steering = [stage for stage in self.stages if isinstance(stage, Steering)]
         self._cuts = [stage for stage in self.stages if isinstance(stage, Cut)]
-        self._looking_back = [stage for stage in self._steering if stage.span]
+        self._with_span = [stage for stage in self._steering if stage.span]
         self.cuts: dict[type[Cut], Cut] = {type(stage): stage for stage in self._cuts}
         self._observing = [stage for stage in self._cuts if stage.observes]
 
@@ -379,18 +379,20 @@ class Sampler:
     @property
     def span(self) -> int:
         """How many of the tokens before a draw matter to it."""
-        return max((stage.span for stage in self._looking_back), default=0)
+        return max((stage.span for stage in self._with_span), default=0)
 
     def accept(self, token: int) -> None:
         """Count a token of the prompt or the reply."""
-        for stage in self._looking_back:
+        for stage in self._with_span:
             stage.accept(token)
 
     def prime(self, tokens: Sequence[int]) -> None:
         """Count the tokens of a prompt: a draw must not depend on what of it was cached."""
         if span := self.span:
             for token in tokens[max(0, len(tokens) - span) :]:
-                self.accept(token)
+                # Ids of images are below zero, and are never drawn.
+                if token >= 0:
+                    self.accept(token)
 
     def select(self, row: Floats, mask: Mask | None = None) -> Candidates:
         """What can be drawn from a row, of which only what the bits of `mask` allow counts."""
@@ -453,7 +455,7 @@ def _draw_into(
     shares = weights([(sampler, candidates) for sampler, candidates, _ in chosen], numbers[:, 1])
     sums = np.cumsum(shares, axis=1)
     targets = numbers[:, 0] * sums[:, -1]
-    # The first whose sum is above its target has a share of its own; rounding may leave none.
+    # The first whose sum is above its target has a share above 0; rounding may leave none.
     indices = (sums <= targets[:, None]).sum(axis=1)
     for at, index, line, total, (sampler, candidates, _) in zip(
         places, indices.tolist(), shares, sums[:, -1], chosen, strict=True
@@ -478,14 +480,14 @@ def weights(streams: Sequence[tuple[Sampler, Candidates]], chances: NDArray[np.f
 
 # The compiled path: chains of which it knows every stage, for all streams of a step in a few operations.
 #
-# What is drawn for a stream is what `Sampler.select` and `draw` would draw, whoever else is there.
+# A stream draws what `Sampler.select` and `draw` would draw, with any other streams in the step.
 
 _Key: TypeAlias = tuple[int, int | None, bytes, bytes]
 
 _COMPARED = 1 << 15
 """Tokens with a bias are looked for among the largest of a row; where that takes more comparisons, the row is
 copied."""
-_NO_BIAS = row_kernels.Bias(np.empty(0, np.int64), np.empty(0, np.float32))
+_NO_BIAS = row_kernels.RowBias(np.empty(0, np.int64), np.empty(0, np.float32))
 
 
 _KNOWN: frozenset[type[Stage]] = frozenset({Bias, Greedy, TopK, TopP, MinP, Temperature})
@@ -498,11 +500,11 @@ class CompiledChain:
     those further by top-p and min-p."""
 
     k: int
-    bias: row_kernels.Bias
+    bias: row_kernels.RowBias
     numbers: tuple[float, float, float]
     """The limit of top-p, the depth of min-p, and the temperature."""
     shown: int | None
-    """How many of the likeliest are told beside the log probability of what is drawn; None: nothing is."""
+    """How many of the likeliest are reported beside the drawn token's log probability; None: neither is."""
     key: _Key
     """Samplers with the same key find their candidates in one pass."""
 
@@ -524,7 +526,7 @@ class CompiledChain:
             ids, values = biased.ids, biased.values
             if (k + len(ids)) * len(ids) > _COMPARED:
                 return None
-            bias, names = row_kernels.Bias(ids.astype(np.int64), values), (ids.tobytes(), values.tobytes())
+            bias, names = row_kernels.RowBias(ids.astype(np.int64), values), (ids.tobytes(), values.tobytes())
         numbers = (
             top_p.p if isinstance(top_p, TopP) else math.inf,
             least.depth if isinstance(least, MinP) else -math.inf,

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.engine.contract import Floats
-from perdure.engine.model import Model
+from perdure.engine.model import EngineModel
 from perdure.engine.row_kernels import top_k
 from perdure.request_options import Sampling
 
@@ -84,7 +84,7 @@ class Cut(Stage):
     replaces: ClassVar[bool] = False
     """Whether it stands for all cuts that would follow."""
     observes: ClassVar[bool] = False
-    """Whether it is told how probable each token was that was drawn."""
+    """Whether it gets the probability of each drawn token."""
 
     def narrow(self, row: Floats) -> Floats:
         """The row without what the cut rules out, where that depends on all of it."""
@@ -100,7 +100,7 @@ class Cut(Stage):
 
     @classmethod
     def cut(cls, stages: Sequence[Self | None], table: Table) -> None:
-        """Cut the lines of a table, each with its own stage; None leaves a line as it is."""
+        """Cut the lines of a table, each with its own stage; None leaves a line unchanged."""
 
     def observe(self, probability: float) -> None:
         """How probable the token was that was drawn."""
@@ -352,7 +352,7 @@ class Dry(Steering):
 class BreakerTable:
     """The breakers of one model, each set worked out once: every token is looked at for it."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: EngineModel) -> None:
         self._model = model
         self._lock = threading.Lock()
         self._known: OrderedDict[tuple[str, ...], Breakers] = OrderedDict()

@@ -4,7 +4,7 @@ context       the calls: decode, step, truncate, fork, adapt; save, load, checkp
               assemble
 guarded_core  one call at a time, whole or not at all; closing
 ledger        the tokens that are in the cache; the way back, for when a call fails in its middle; the rows of
-              the last step, and who may read them
+              the last step, and when they may be read
 """
 
 from perdure.engine.context.context import Context as Context

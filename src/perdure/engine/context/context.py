@@ -9,13 +9,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perdure.checks import check_whole, is_integer
-from perdure.engine import state as saved
 from perdure.engine.adapters import AdapterSet
 from perdure.engine.context.guarded_core import GuardedCore, Undoing, overflow
 from perdure.engine.context.ledger import EMPTY, Mark, Source, marked, outputs
@@ -29,17 +28,7 @@ from perdure.engine.contract import (
     Tokens,
     check_token,
 )
-from perdure.engine.key_values import (
-    NO_NUMBERS,
-    KeyValueCore,
-    KeyValueReader,
-    KeyValues,
-    read_rows,
-    read_sequence,
-)
 from perdure.engine.logits import LogitsView
-from perdure.engine.state import Checkpoint
-from perdure.engine.trace import Trace, TracingCore, checked_parts
 from perdure.errors import (
     CannotRewindError,
     EngineError,
@@ -49,6 +38,11 @@ from perdure.errors import (
     SequenceError,
 )
 
+if TYPE_CHECKING:
+    from perdure.engine.inspection import KeyValues, Trace
+    from perdure.engine.state import Checkpoint
+
+
 # State calls: what a sequence holds, as bytes, checkpoints, and rows by token.
 
 
@@ -57,6 +51,8 @@ class StateCalls(GuardedCore):
 
     def save(self, seq: int = 0) -> bytes:
         """The state of `seq` as bytes that describe themselves (see `state.py`)."""
+        from perdure.engine import state as saved
+
         with self._lock:
             self._check(seq)
             tokens = self._held(seq)
@@ -65,6 +61,8 @@ class StateCalls(GuardedCore):
 
     def load(self, state: bytes | bytearray | memoryview, seq: int = 0) -> None:
         """Replace `seq` by saved state. Foreign or damaged bytes are refused before the engine sees them."""
+        from perdure.engine import state as saved
+
         with self._lock:
             self._check(seq)
             content = saved.unpack(state, functools.partial(self.identity_of, self._sets[seq]))
@@ -84,6 +82,8 @@ class StateCalls(GuardedCore):
 
     def checkpoint(self, seq: int = 0) -> Checkpoint:
         """A point to `restore` later, small where the memory can be cut."""
+        from perdure.engine.state import Checkpoint
+
         with self._lock:
             self._check(seq)
             tokens = self._held(seq)
@@ -97,6 +97,8 @@ class StateCalls(GuardedCore):
 
         A recurrent memory is whole in its checkpoint, so there the sequence may hold anything.
         """
+        from perdure.engine.state import Checkpoint
+
         if not isinstance(checkpoint, Checkpoint):
             raise InvalidInputError(f"restore takes a checkpoint, got {type(checkpoint).__name__}")
         with self._lock:
@@ -131,7 +133,7 @@ class StateCalls(GuardedCore):
                 self._check()
                 lengths = [self._ledger.length(seq) for seq in range(self.n_seq)]
                 if 0 in lengths:
-                    # It may take a step of its own to find out.
+                    # Finding out may take a step.
                     self._rows.end()
                 self._row_bytes = (self._core.row_bytes(lengths.index(min(lengths))),)
         return self._row_bytes[0]
@@ -145,7 +147,7 @@ class StateCalls(GuardedCore):
     ) -> None:
         """Replace `seq` by `tokens`, whose state is these rows and this tail state, captured here before.
 
-        Nothing of them is verified: that is for whoever kept them.
+        Nothing of them is verified: the cache that stored them does that.
         """
         ids = self._check_tokens(tokens)
         rows = sum(len(piece) for piece in pieces)
@@ -183,17 +185,14 @@ class StateCalls(GuardedCore):
         whatever their type in the cache. Without `rope`, keys are as they were before their positions
         rotated them. Layers with a window have its tokens: without a start, the first one is that which all
         these layers still have."""
+        from perdure.engine.inspection import inspector
+
         with self._lock:
             self._check(seq)
             length = len(self._held(seq))
             captured = self._core.capture(seq)
-            return read_sequence(self._kv_reader(), captured, length, layer, start, stop, rope=rope)
-
-    def _kv_reader(self) -> KeyValueReader:
-        reader = self._core.key_values() if isinstance(self._core, KeyValueCore) else NO_NUMBERS
-        if isinstance(reader, str):
-            raise InvalidInputError(reader)
-        return reader
+            kv: KeyValues = inspector("ctx.kv")(self._core, captured, length, layer, start, stop, rope=rope)
+            return kv
 
     def trace(
         self,
@@ -208,22 +207,27 @@ class StateCalls(GuardedCore):
         `hidden`, `attention`, `ffn` and `router`. They are computed again, in a context of their own that is
         given back afterwards: nothing here changes or becomes slower. For `attention` that is done without
         flash attention. Keys and values are f16 there."""
-        parts = checked_parts(what)
+        from perdure.engine.inspection import inspector
+
         with self._lock:
             self._check(seq)
             tokens = self._held(seq)
             tokens = tokens[: len(tokens) if stop is None else check_whole("stop", stop, 1, len(tokens))]
             check_whole("start", start, 0, max(0, len(tokens) - 1))
             adapters = self._sets[seq]
-        if self._tracer is None:
+        if self._trace_pass is None:
             raise InvalidInputError("this engine has no layers that could be traced")
         if adapters.before is not None:
             raise InvalidInputError("a sequence whose adapters change on the way cannot be traced")
-        return self._tracer(tokens, parts, layers, dict(adapters.at(math.inf).scales), start)
+        scales = dict(adapters.at(math.inf).scales)
+        trace: Trace = inspector("ctx.trace")(self._trace_pass, tokens, what, layers, scales, start)
+        return trace
 
     def step_trace(self, row: int = -1, seq: int | None = None) -> Trace:
         """What layers computed for a row of the last native step, in that step, where the context was opened
         with `trace`. Where the engine does not say which row is whose, it is computed again."""
+        from perdure.engine.inspection import Trace, TracingCore
+
         with self._lock:
             self._check()
             if not isinstance(self._core, TracingCore):
@@ -240,18 +244,20 @@ class StateCalls(GuardedCore):
     ) -> KeyValues:
         """The same of rows that were captured here, such as those of a stored block whose first token is at
         position `start`."""
+        from perdure.engine.inspection import inspector
+
         with self._lock:
             self._check()
             width = self.row_bytes()
-            reader = self._kv_reader()
             if rows.ndim != 2 or rows.shape[1] != width:
                 raise InvalidInputError(f"rows have {width} bytes here, got an array of shape {rows.shape}")
-            return read_rows(reader, rows, layer, start, rope=rope)
+            kv: KeyValues = inspector("ctx.kv_of")(self._core, rows, layer, start, rope=rope)
+            return kv
 
     def limit_scratch(self, nbytes: int) -> int:
         """Keep at most `nbytes` between calls for states on their way in or out; how much that may come to.
 
-        A larger state gets memory of its own for as long as it is on its way.
+        A larger state gets separate memory for as long as it is on its way.
         """
         with self._lock:
             self._check()
@@ -353,12 +359,18 @@ class Context(StateCalls):
             start = self._check_room(seq, len(ids))
             self._rows.end()
             adapters, same = self._sets[seq], self.same_adapters(seq, start, len(ids))
-            chunks = list(self._chunks(row_marks, same if same < len(ids) else 0))
+            switch = same if same < len(ids) else 0
+            has_media = self.media is not None and ids.min() < 0
+            cut = self._media_chunks(ids, row_marks, switch) if has_media else self._chunks(row_marks, switch)
+            chunks = list(cut)
             marks = {seq: self._undo.mark(seq, len(ids), steps=len(chunks))}
             sources: dict[tuple[int, int], Source] = {}
             with Undoing(self, marks):
                 for at, end in chunks:
                     self._use(adapters.at(start + at))
+                    if has_media and ids[at] < 0:
+                        self._run_medium(seq, ids, at, end)
+                        continue
                     self._run([BatchPart(seq, start + at, ids[at:end], row_marks[at:end])])
                     for index in marked(row_marks[at:end] if len(chunks) > 1 else row_marks):
                         sources[seq, at + index] = index if end == len(ids) else self._core.row(index).copy()
@@ -379,6 +391,9 @@ class Context(StateCalls):
             raise InvalidInputError(f"a step holds 1 to {self.n_batch} tokens, got {total}")
         marks_of = [outputs(rows, len(ids)) for _, ids, rows in checked]
         places = {seq: marked(marks) for (seq, _, _), marks in zip(checked, marks_of, strict=True)}
+        has_media = self.media is not None and any(ids.min() < 0 for _, ids, _ in checked)
+        if has_media and (len(checked) > 1 or checked[0][1].max() >= 0 or any(places.values())):
+            raise InvalidInputError("a step takes an image alone, and gives no rows of it")
         if sum(map(len, places.values())) > self.capabilities.max_outputs:
             raise RowError(f"a step gives at most {self.capabilities.max_outputs} rows; ask for fewer")
         with self._lock:
@@ -405,7 +420,10 @@ class Context(StateCalls):
             at = 0
             with Undoing(self, marks):
                 self._use(adapters)
-                self._run(parts)
+                if has_media:
+                    self._run_medium(parts[0].seq, parts[0].tokens, 0, len(parts[0].tokens))
+                else:
+                    self._run(parts)
                 for part in parts:
                     self._ledger.append(part.seq, part.tokens)
                     for index in places[part.seq]:
@@ -581,7 +599,7 @@ class Context(StateCalls):
 
     def adapt(self, adapters: Mapping[Adapter, float] | AdapterSet, seq: int | None = None) -> None:
         """Compute `seq` with these adapters at these scales from now on; with none named, every sequence,
-        also those that other ones were chosen for. No adapters at all are the model as it is.
+        also those that other ones were chosen for. No adapters at all are the model alone.
 
         What a sequence holds was computed with others, and is cleared; a sequence that gets the set that it
         has keeps its tokens. With none named, all are cleared.

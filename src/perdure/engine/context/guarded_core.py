@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +28,6 @@ from perdure.engine.contract import (
     Tokens,
     token_array,
 )
-from perdure.engine.trace import Tracing
 from perdure.errors import (
     ClosedError,
     ContextOverflow,
@@ -35,11 +35,16 @@ from perdure.errors import (
     DecodeError,
     EngineError,
     InvalidInputError,
+    RowError,
     SequenceError,
     TokenError,
 )
+from perdure.events.background import BackgroundThread
 from perdure.identity import Identity
 from perdure.memory import MemorySpec
+
+if TYPE_CHECKING:
+    from perdure.engine.media import MediaCore, MediaSource, MediumRows
 
 _IDENTITIES = 256
 """Identities that are remembered."""
@@ -70,10 +75,10 @@ class GuardedCore(Closing):
         n_ctx: int,
         n_seq: int,
         n_batch: int,
-        tracer: Tracing | None = None,
+        trace_pass: object = None,
     ) -> None:
-        """`tracer` reads tokens once more, and tells what layers compute."""
-        self._tracer = tracer
+        """`trace_pass` is what it takes to read tokens once more and look at what layers compute."""
+        self._trace_pass = trace_pass
         self.memory = memory
         self.capabilities = capabilities
         self.n_vocab = core.n_vocab
@@ -93,6 +98,8 @@ class GuardedCore(Closing):
         """Sets that the engine took before."""
         self.mixed = False
         """Whether sequences may be computed with different adapters: a step takes those of one set."""
+        self.media: MediaSource | None = None
+        """Where the rows of images and sounds are; None: no sequence may have any."""
         self._row_bytes: tuple[int | None] | None = None
         self._batch = Batch(n_batch)
         self._ledger = Ledger(n_seq)
@@ -214,7 +221,7 @@ class GuardedCore(Closing):
                 raise overflow(len(tokens), self.n_ctx, "too many tokens for any sequence")
         except TypeError as error:
             raise TokenError(f"a list of tokens is a flat list of token ids: {error}") from None
-        return token_array(tokens, self.n_vocab)
+        return token_array(tokens, self.n_vocab, media=self.media is not None)
 
     def _check_room(self, seq: int, count: int) -> int:
         length = self._ledger.length(seq)
@@ -257,6 +264,50 @@ class GuardedCore(Closing):
             yield at, end
             at, done = end, int(rows[end - 1])
 
+    def _media_chunks(
+        self, ids: NDArray[np.int32], outputs: NDArray[np.int8], switch: int
+    ) -> Iterator[tuple[int, int]]:
+        """The same for tokens with media among them: each has separate steps."""
+        from perdure.engine.media import spans, step_within
+
+        media = spans(ids)
+        for start, end in media:
+            if len(self._medium(ids[start:end]).rows) != end - start:
+                raise InvalidInputError("ids below zero stand for images, and these are of no whole one")
+            if outputs[start:end].any():
+                raise RowError("an image has no rows of logits: ask for those of tokens")
+        at = 0
+        while at < len(ids):
+            end = at + step_within(media, at, len(ids) - at, self.n_batch)
+            if ids[at] < 0:
+                yield at, end
+            else:
+                for start, stop in self._chunks(outputs[at:end], max(0, switch - at)):
+                    yield at + start, at + stop
+            at = end
+
+    def _medium(self, ids: NDArray[np.int32]) -> MediumRows:
+        """The medium whose ids `ids` begin with, if this context can read it."""
+        from perdure.engine.media import MediaCore
+
+        if self.media is None or not isinstance(self._core, MediaCore) or not self._core.row_width:
+            raise InvalidInputError("this context reads no images: its engine cannot, or what guesses for it")
+        medium = self.media.medium(ids)
+        count, width = medium.rows.shape
+        if width != self._core.row_width:
+            raise InvalidInputError(
+                f"rows of an image have {width} numbers, and this model takes {self._core.row_width}: they "
+                "are of another model"
+            )
+        if medium.n_pos != count:
+            raise InvalidInputError("images whose positions have two dimensions (M-RoPE) cannot be read yet")
+        if not medium.causal and count > self.n_batch:
+            raise InvalidInputError(
+                f"an image of this model is read in one step, and has {count} tokens where {self.n_batch} "
+                f"fit: open the model with n_batch={count}"
+            )
+        return medium
+
     def _run(self, parts: Sequence[BatchPart]) -> None:
         self._batch.fill(parts)
         ends = [part.start + len(part.tokens) - 1 for part in parts]
@@ -281,8 +332,35 @@ class GuardedCore(Closing):
                 )
         return sets[0]
 
-    def _run_batch(self, seqs: Sequence[int], ends: Sequence[int], *, alone: bool) -> None:
-        """Decode what the batch holds, and read back that each sequence ends where it should."""
+    def _run_medium(self, seq: int, ids: NDArray[np.int32], at: int, end: int) -> None:
+        """Read the tokens `at` to `end` of `ids`, which follow what `seq` has: a medium, or a part of one."""
+        from perdure.engine.media import first_of
+
+        start = self._ledger.length(seq)
+        tokens = np.concatenate([self._ledger.array(seq), ids[:end]])
+        first = first_of(tokens, start + at)
+        medium = self._medium(tokens[first:])
+        whole, reached = len(medium.rows), start + end - first
+        if reached > whole or (reached < whole and reached % self.n_batch):
+            raise InvalidInputError("ids below zero stand for images, and these are of no whole one")
+        rows = medium.rows[start + at - first : reached]
+        core = cast("MediaCore", self._core)
+
+        def read() -> Outcome:
+            return core.decode_rows(seq, start + at, rows, causal=medium.causal)
+
+        self._run_batch([seq], [start + end - 1], alone=True, read=read)
+
+    def _run_batch(
+        self,
+        seqs: Sequence[int],
+        ends: Sequence[int],
+        *,
+        alone: bool,
+        read: Callable[[], Outcome] | None = None,
+    ) -> None:
+        """Decode what the batch holds, or what `read` does, and read back that each sequence ends where it
+        should."""
         # For a step of several sequences a recurrent memory moves states about, also those of others.
         # Cut short, it loses them.
         self._stoppable = alone or self.memory.cuts
@@ -290,7 +368,10 @@ class GuardedCore(Closing):
             raise Failure(Outcome.ABORTED)
         # A Ctrl-C can hide how the step ended.
         self._unclear = True
-        if self._batch.size <= _DIRECT:
+        if read is not None:
+            with stopped_by_ctrl_c(self._halt):
+                outcome = read()
+        elif self._batch.size <= _DIRECT:
             outcome = self._core.decode(self._batch)
         else:
             with stopped_by_ctrl_c(self._halt):
@@ -406,7 +487,7 @@ class _Watcher:
         self._inlet, self._outlet = os.pipe()
         os.set_blocking(self._outlet, False)
         self._stop: Callable[[], None] | None = None
-        threading.Thread(target=self._watch, name="perdure-ctrl-c", daemon=True).start()
+        BackgroundThread(self._watch, name="perdure-ctrl-c", restart=True).start()
 
     @contextmanager
     def watching(self, stop: Callable[[], None]) -> Iterator[None]:
@@ -442,7 +523,7 @@ if hasattr(os, "register_at_fork"):
 def stopped_by_ctrl_c(stop: Callable[[], None]) -> Iterator[None]:
     """While this is open in the main thread, Ctrl-C calls `stop` from another thread.
 
-    Only where Ctrl-C means KeyboardInterrupt: a program with a handler of its own decides for itself.
+    Only where Ctrl-C means KeyboardInterrupt: a program with another handler decides for itself.
     """
     global _watcher
     if (

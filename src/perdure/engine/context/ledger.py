@@ -171,7 +171,7 @@ def marked(marks: NDArray[np.int8]) -> list[int]:
 class StepRows:
     """Rows by (sequence, place among the tokens that it was fed), good until the next change.
 
-    Whoever changes the cache calls `end` first, so no view can outlive what it shows.
+    Code that changes the cache calls `end` first, so no view can outlive its row.
     """
 
     def __init__(self, core: Core, lock: AbstractContextManager[object]) -> None:
@@ -204,7 +204,7 @@ class StepRows:
         self._step.retire()
 
     def abandon(self) -> None:
-        """End the views whoever has borrowed what: their owner is gone."""
+        """End the views, also those that are borrowed: their owner is gone."""
         self._step.end()
 
     def view(self, row: int, seq: int | None) -> LogitsView:

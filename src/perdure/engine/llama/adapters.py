@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from perdure.engine.llama.native import library
 from perdure.engine.llama.native.log_sink import captured_errors
-from perdure.engine.llama.weights import Weights
+from perdure.engine.llama.weights import LlamaWeights
 from perdure.errors import InvalidInputError, ModelLoadError
 from perdure.identity import content_digest
 from perdure.models.adapter_file import AdapterFile
@@ -22,7 +22,7 @@ _loading = threading.Lock()
 class LlamaAdapter:
     """A LoRA, loaded onto one model's weights; the library frees it with them."""
 
-    def __init__(self, weights: Weights, file: AdapterFile) -> None:
+    def __init__(self, weights: LlamaWeights, file: AdapterFile) -> None:
         self.path = file.path
         self.digest = content_digest(file.path)
         self.invocation = file.invocation
@@ -45,7 +45,7 @@ class ControlVector:
 
     invocation: tuple[int, ...] = ()
 
-    def __init__(self, weights: Weights, file: AdapterFile, layers: tuple[int, int] | None) -> None:
+    def __init__(self, weights: LlamaWeights, file: AdapterFile, layers: tuple[int, int] | None) -> None:
         lib = library.load()
         n_embd, n_layer = (
             int(ask(weights.handle)) for ask in (lib.llama_model_n_embd, lib.llama_model_n_layer)

@@ -5,19 +5,18 @@ from __future__ import annotations
 import ctypes
 import operator
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from ctypes import byref
-from typing import Any, Required, TypedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Required, TypedDict, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perdure import system
-from perdure.engine.contract import Adapter, Batch, BatchPart, Capture, Floats, Outcome
-from perdure.engine.key_values import NO_NUMBERS, Rope
-from perdure.engine.llama.adapters import ControlVector, LlamaAdapter
-from perdure.engine.llama.kv_numbers import KvNumbers
-from perdure.engine.llama.native import declarations, layout, library
+from perdure.engine.contract import Adapter, Batch, BatchPart, Capture, Core, Floats, Outcome
+from perdure.engine.llama.native import declarations, library
 from perdure.engine.llama.native.declarations import (
     MAX_THREADS,
     FreeThreadpool,
@@ -26,10 +25,15 @@ from perdure.engine.llama.native.declarations import (
     ThreadpoolParams,
 )
 from perdure.engine.llama.native.log_sink import captured_errors
-from perdure.engine.llama.weights import Weights
+from perdure.engine.llama.weights import LlamaWeights
 from perdure.engine.parallel import spread
 from perdure.errors import ClosedError, EngineError, InvalidInputError, OutOfMemoryError
 from perdure.memory import MemorySpec
+
+if TYPE_CHECKING:
+    from perdure.engine.llama.adapters import ControlVector, LlamaAdapter
+    from perdure.engine.llama.native.layout import StateLayout
+
 
 _BEYOND = 1 << 30
 """A position that no token has."""
@@ -51,7 +55,68 @@ class CoreKeywords(TypedDict, total=False):
 
     causal: Required[bool]
     largest_state: float
-    rope: Callable[[], Rope | str]
+    rope: tuple[float, float]
+
+
+class CachedState(NamedTuple):
+    """What it takes to read captured state as numbers."""
+
+    layout: StateLayout
+    weights: LlamaWeights
+    streams: int
+    rope: tuple[float, float]
+    """The base and the scale of the rotation of keys, 0 for those of the model."""
+
+
+@runtime_checkable
+class CachedStateCore(Protocol):
+    """A core whose state can be read as numbers."""
+
+    def cached_state(self) -> CachedState | None:
+        """None before state was captured, and where it has no rows by token."""
+        ...
+
+
+class ContextCore(Core, Protocol):
+    """A core of this engine: what `Model.context` asks of one besides the calls of `Core`."""
+
+    n_ctx_seq: int
+    """Cells of a sequence."""
+
+    def can_shift(self) -> bool: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoreSetup:
+    """What a context of llama.cpp is opened with."""
+
+    path: Path
+    weights: LlamaWeights
+    params: Any
+    """The library's own parameters of a context."""
+    memory: MemorySpec
+    keywords: CoreKeywords
+    tensors: Callable[[], Container[str]]
+    """The names of the tensors in the file."""
+    loaded_with: Mapping[str, Any]
+    """The options of extensions that the model was loaded with."""
+
+
+class CoreMaker(Protocol):
+    """What an extension brings for one of its options (`Extension.cores`): contexts that compute more."""
+
+    @property
+    def layout(self) -> str:
+        """What a state has besides the model's own part, for its identity; "" for nothing."""
+        ...
+
+    def load(self, params: Any) -> None:
+        """Change the library's own parameters of a model that is loaded with the option."""
+        ...
+
+    def open(self, setup: CoreSetup, value: Any) -> ContextCore:
+        """A context's core where the option has this value."""
+        ...
 
 
 class LlamaCore:
@@ -59,16 +124,16 @@ class LlamaCore:
 
     def __init__(
         self,
-        weights: Weights,
+        weights: LlamaWeights,
         params: Any,
         memory: MemorySpec,
         *,
         causal: bool,
         largest_state: float = 0,
-        rope: Callable[[], Rope | str] = lambda: "nothing is known of how its keys are rotated",
+        rope: tuple[float, float] = (0.0, 0.0),
     ) -> None:
-        """`largest_state` is about how many bytes a sequence has when it is full; `rope` tells how keys are
-        rotated, or why that is not known."""
+        """`largest_state` is about how many bytes a sequence has when it is full; `rope` are base and scale
+        of the rotation of keys, 0 for those of the model."""
         self._rope = rope
         self._lib = library.load()
         self._log_sink = library.log_sink()
@@ -117,7 +182,7 @@ class LlamaCore:
         self._restarts_search = bool(self._streams and not slides and self._memory and self.can_shift())
         self._n_streams = params.n_seq_max if self._streams else 1
         self._memory_spec = memory
-        self._layout: layout.Layout | None = None
+        self._layout: StateLayout | None = None
         self._layout_known = False
         self._longest = params.n_ctx // params.n_seq_max if self._streams else params.n_ctx
         self._on_device = on_device = bool(params.offload_kqv and weights.devices)
@@ -147,6 +212,38 @@ class LlamaCore:
         else:
             with self._threadpool:
                 code = self._lib.llama_decode(self._context, native)
+        self._failed = code != 0
+        return _OUTCOMES.get(code, Outcome.FAILED)
+
+    @property
+    def row_width(self) -> int:
+        # What reads hidden states along, or traces, is bound to tokens.
+        plain = type(self) is LlamaCore and self.reads_on
+        return int(self._lib.llama_model_n_embd_inp(self._weights.handle)) if plain else 0
+
+    def decode_rows(self, seq: int, start: int, rows: Floats, *, causal: bool) -> Outcome:
+        count = len(rows)
+        content = np.ascontiguousarray(rows, np.float32)
+        positions = np.arange(start, start + count, dtype=np.int32)
+        seqs = np.full(1, seq, np.int32)
+        owners = np.full(count, seqs.ctypes.data, np.uint64)
+        counts, outputs = np.ones(count, np.int32), np.zeros(count, np.int8)
+        if self._always_gives_rows:
+            outputs[-1] = 1
+        native = declarations.LlamaBatch()
+        native.n_tokens = count
+        _point(native, embd=content, pos=positions, n_seq_id=counts, seq_id=owners, logits=outputs)
+        if not causal:
+            self._lib.llama_set_causal_attn(self._context, False)
+        try:
+            with self._log_sink.muted(id(self)), self._threadpool:
+                code = self._lib.llama_decode(self._context, native)
+                if self._asynchronous:
+                    # The arrays are read until then.
+                    self.synchronize()
+        finally:
+            if not causal:
+                self._lib.llama_set_causal_attn(self._context, True)
         self._failed = code != 0
         return _OUTCOMES.get(code, Outcome.FAILED)
 
@@ -219,7 +316,7 @@ class LlamaCore:
             self._flush_copy(src, dst)
         elif self._sheds and not self.write(dst, self.read(dst, partial=True), partial=True):
             # The pool of a window gives up old cells, but never one that two sequences share: each needs
-            # a window of its own, or the pool fills up.
+            # a separate window, or the pool fills up.
             raise EngineError(f"the engine refused the window of sequence {src} for sequence {dst}")
 
     def _flush_copy(self, src: int, dst: int) -> None:
@@ -231,7 +328,7 @@ class LlamaCore:
         """
         both = (ctypes.c_int32 * 2)(src, dst)
         rows = (ctypes.POINTER(ctypes.c_int32) * 1)(ctypes.cast(both, ctypes.POINTER(ctypes.c_int32)))
-        native = declarations.Batch()
+        native = declarations.LlamaBatch()
         native.n_tokens = 1
         native.token = (ctypes.c_int32 * 1)(0)
         native.pos = (ctypes.c_int32 * 1)(self.newest(src) + 1)
@@ -264,6 +361,8 @@ class LlamaCore:
         return int(read) == size
 
     def adapt(self, adapters: Mapping[Adapter, float]) -> bool:
+        from perdure.engine.llama.adapters import ControlVector, LlamaAdapter
+
         loras: dict[LlamaAdapter, float] = {}
         vectors: dict[ControlVector, float] = {}
         for adapter, scale in adapters.items():
@@ -306,6 +405,8 @@ class LlamaCore:
         if not self._layout_known:
             # Nothing is cut before the layout has been proved on real bytes of this very context.
             tail = None if tail_state is None else tail_state[_OPENING:]
+            from perdure.engine.llama.native import layout
+
             self._layout = layout.discover(state, tail, seq, self._n_streams)
             self._layout_known = True
         rows = self._layout.rows(state) if self._layout else None
@@ -313,10 +414,10 @@ class LlamaCore:
             return Capture(None, state.copy())
         return Capture(rows, tail_state)
 
-    def key_values(self) -> KvNumbers | str:
+    def cached_state(self) -> CachedState | None:
         if self._layout is None:
-            return NO_NUMBERS
-        return KvNumbers.of(self._layout, self._weights, self._n_streams, self._rope)
+            return None
+        return CachedState(self._layout, self._weights, self._n_streams, self._rope)
 
     def assemble(
         self, seq: int, pieces: Sequence[NDArray[np.uint8]], tail_state: NDArray[np.uint8] | None
@@ -406,16 +507,15 @@ class LlamaCore:
             raise ClosedError("this context is closed")
         starts = batch.seqs.ctypes.data + 4 * np.arange(batch.capacity, dtype=np.uint64)
         counts = np.ones(batch.capacity, np.int32)
-        native = declarations.Batch()
-        fields: dict[str, Any] = dict(declarations.Batch._fields_)
-        for name, array in (
-            ("token", batch.tokens),
-            ("pos", batch.positions),
-            ("n_seq_id", counts),
-            ("seq_id", starts),
-            ("logits", batch.outputs),
-        ):
-            setattr(native, name, ctypes.cast(ctypes.c_void_p(array.ctypes.data), fields[name]))
+        native = declarations.LlamaBatch()
+        _point(
+            native,
+            token=batch.tokens,
+            pos=batch.positions,
+            n_seq_id=counts,
+            seq_id=starts,
+            logits=batch.outputs,
+        )
         self._add_inputs(native)
         native.perdure_arrays = (starts, counts)
         self._native = (batch, native)
@@ -423,8 +523,15 @@ class LlamaCore:
 
     def _add_inputs(self, native: Any) -> None:
         if self._inputs is not None:
-            kind: Any = dict(declarations.Batch._fields_)["embd"]
+            kind: Any = dict(declarations.LlamaBatch._fields_)["embd"]
             native.embd = ctypes.cast(ctypes.c_void_p(self._inputs.ctypes.data), kind)
+
+
+def _point(native: Any, **arrays: NDArray[Any]) -> None:
+    """Have fields of a native batch point to arrays, which must outlive it."""
+    fields: dict[str, Any] = dict(declarations.LlamaBatch._fields_)
+    for name, array in arrays.items():
+        setattr(native, name, ctypes.cast(ctypes.c_void_p(array.ctypes.data), fields[name]))
 
 
 def _bytes_at(array: NDArray[np.uint8], offset: int) -> Any:
@@ -441,9 +548,9 @@ _PIECE = 16 << 20
 class Scratch:
     """A buffer that is used again, since fresh pages cost more than the copy into them.
 
-    Always holds: no more than `limit` bytes are kept between calls; what is larger gets memory of its own for
-    as long as it is on its way. Where a device offers pinned memory that is what is kept: copies then run at
-    the speed of the bus.
+    Always holds: no more than `limit` bytes are kept between calls; larger states get separate memory for as
+    long as they are on their way. Where a device offers pinned memory that is what is kept: copies then run
+    at the speed of the bus.
     """
 
     def __init__(self, lib: Functions, device: Any, limit: int) -> None:
@@ -526,7 +633,7 @@ the step comes: everybody waits for it at the next barrier.
 
 
 class Threadpool:
-    """Owns one `ggml_threadpool`. A library without one of its own (none given) makes its threads itself.
+    """Owns one `ggml_threadpool`. Without one (none given) the library makes its threads itself.
 
     Always holds: it is freed once, and by `close` only, after the context that used it. Outside of a `with`
     over it the caller's thread may use the cores that it could use before.

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import threading
 import time
 from dataclasses import dataclass
 from typing import Any
 
 from perdure.engine.llama.native import library
-from perdure.engine.llama.native.declarations import Batch, EvalCallback
-from perdure.engine.llama.weights import Weights
+from perdure.engine.llama.native.declarations import EvalCallback, LlamaBatch
+from perdure.engine.llama.weights import LlamaWeights
+from perdure.events.background import BackgroundTimer
 
 log = logging.getLogger("perdure.engine")
 
@@ -23,7 +23,7 @@ _SAMPLES = 3
 _LONGEST = 2.0
 """Seconds after which a step is not measured again."""
 _PATIENCE = 10.0
-"""Seconds after which a translation is told of: kernels that are in the driver's cache take none."""
+"""Seconds after which a translation is logged: kernels that are in the driver's cache take none."""
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 512)
 """Steps have other kernels by their size."""
 _CELLS = 1024
@@ -44,7 +44,7 @@ class StepTime:
         return text
 
     @classmethod
-    def measure(cls, weights: Weights, gpu_layers: int, params: Any) -> StepTime | None:
+    def measure(cls, weights: LlamaWeights, gpu_layers: int, params: Any) -> StepTime | None:
         """Time a step of one token; None where the model cannot make one."""
         layers = int(library.load().llama_model_n_layer(weights.handle))
         # What comes after the last layer is the first that goes to a GPU.
@@ -71,17 +71,15 @@ class StepTime:
         )
 
 
-def translate(weights: Weights, params: Any, name: str) -> None:
+def translate(weights: LlamaWeights, params: Any, name: str) -> None:
     """Have the driver translate what steps of model `name` need. A line says so where that takes long."""
-    notice = threading.Timer(
+    notice = BackgroundTimer(
         _PATIENCE,
         log.warning,
-        (
-            "NVIDIA's driver translates the code that %s needs for this card, once: this may take minutes",
-            name,
-        ),
+        "NVIDIA's driver translates the code that %s needs for this card, once: this may take minutes",
+        name,
+        name="perdure-notice",
     )
-    notice.daemon = True
     notice.start()
     try:
         with _Scratchpad(weights, params) as context:
@@ -119,7 +117,7 @@ class _Marks:
 class _Scratchpad:
     """A small context for steps whose results nobody reads."""
 
-    def __init__(self, weights: Weights, params: Any) -> None:
+    def __init__(self, weights: LlamaWeights, params: Any) -> None:
         self._lib = library.load()
         self._weights = weights
         params.n_ctx, params.n_batch, params.n_ubatch = _CELLS, max(_SIZES), max(_SIZES)
@@ -142,6 +140,6 @@ class _Scratchpad:
         if memory := self._lib.llama_get_memory(self._context):
             self._lib.llama_memory_clear(memory, False)
         tokens = (ctypes.c_int32 * size)()
-        done = bool(self._lib.llama_decode(self._context, Batch.of(tokens)) == 0)
+        done = bool(self._lib.llama_decode(self._context, LlamaBatch.of(tokens)) == 0)
         self._lib.llama_synchronize(self._context)
         return done

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from perdure import libraries, system
-from perdure.engine.llama.native import library, probe
+from perdure.engine.llama.native import library
+from perdure.engine.llama.native.choice import ChosenLibrary, choose
 from perdure.engine.llama.native.source import candidates
 from perdure.engine.registry import Finding
 from perdure.errors import EngineLibraryError
@@ -37,7 +38,7 @@ def findings() -> Iterator[Finding]:
             text = f"there is no llama.cpp library yet; {package} is fetched when it is first needed"
             yield Finding("engine", "ok", text)
             return
-        choice = probe.choose()
+        choice = choose()
         lib = library.load()
     except EngineLibraryError as error:
         yield Finding("engine", "bad", str(error), "`perdure engine install` fetches one that was tested")
@@ -57,7 +58,7 @@ def findings() -> Iterator[Finding]:
     yield from _gpus(choice)
 
 
-def _gpus(choice: probe.ChosenLibrary) -> Iterator[Finding]:
+def _gpus(choice: ChosenLibrary) -> Iterator[Finding]:
     """The GPUs of this machine: found, usable by which library, used, and if not why."""
     machine = read_machine()
     hidden = [f"{name}={value}" for name in HIDING if (value := os.environ.get(name)) is not None]

@@ -9,80 +9,90 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Never, Unpack
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack, cast
 
 from perdure import models, system
-from perdure.checks import check_whole, is_whole
-from perdure.config import N_CTX, settings
+from perdure.checks import check_whole
+from perdure.config import settings
 from perdure.engine.context import Context
 from perdure.engine.contract import (
-    Adapter,
     Capabilities,
-    ContextKeywords,
+    GuessingCore,
     ModelInfo,
     PairForm,
     Tokens,
     token_array,
 )
-from perdure.engine.embedder import CHUNK, Embedder, Pooling
-from perdure.engine.key_values import Rope
-from perdure.engine.llama.adapters import ControlVector, LlamaAdapter
-from perdure.engine.llama.cache_size import TYPES, CacheSize
-from perdure.engine.llama.core import SCORE_POOLING, CoreKeywords, LlamaCore
-from perdure.engine.llama.first_steps import StepTime, translate
-from perdure.engine.llama.guessing.assistant import AssistantCore, check_assistant, refuse_drafter
-from perdure.engine.llama.guessing.next_token import NextTokenCore, check_next_token
-from perdure.engine.llama.kv_numbers import rope_of
+from perdure.engine.llama.core import (
+    SCORE_POOLING,
+    ContextCore,
+    CoreKeywords,
+    CoreMaker,
+    CoreSetup,
+    LlamaCore,
+)
 from perdure.engine.llama.native import library
+from perdure.engine.llama.native.declarations import CACHE_TYPES
 from perdure.engine.llama.offload import (
     CPU_ONLY,
-    CpuExperts,
-    GpuLayers,
+    ContextRoom,
     Offload,
-    check_cpu_experts,
-    check_gpu_layers,
     check_split,
     choose_devices,
-    count_experts,
     plan_again,
     plan_offload,
 )
-from perdure.engine.llama.preflight import check_header, rope_factors, rope_limit
-from perdure.engine.llama.tokenizer import Tokenizer
-from perdure.engine.llama.tracer import TracedCore, check_size, traced
-from perdure.engine.llama.weights import Weights
+from perdure.engine.llama.preflight import check_header, refuse_drafter, rope_factors, rope_limit
+from perdure.engine.llama.tokenizer import LlamaTokenizer
+from perdure.engine.llama.weights import LlamaWeights
 from perdure.engine.model import FileModel
-from perdure.engine.trace import Trace, checked_layers, checked_parts
+from perdure.engine_config import (
+    MAX_SEQUENCES,
+    MAX_THREADS,
+    N_BATCH,
+    N_CTX,
+    ContextConfig,
+    LoadingConfig,
+)
+from perdure.engine_config.keywords import ContextKeywords, LoadingKeywords
 from perdure.errors import (
     ClosedError,
-    EngineError,
     InvalidInputError,
     ModelFileError,
     ModelLoadError,
     OutOfMemoryError,
 )
+from perdure.extension import by_name, imported
 from perdure.identity import Identity, content_digest, file_version
 from perdure.memory import FullAttention, Hybrid, MemorySpec, Recurrent, SlidingWindow
-from perdure.models.adapter_file import read_adapter
 from perdure.models.card import ASSISTANTS, part_names
-from perdure.models.fit import N_BATCH, ROWS, Setup, Sizes
 from perdure.models.header import FILE_TYPES, Tensor
-from perdure.options import refuse_unknown
+from perdure.models.placement import ROWS, ModelPlacement, Sizes
+from perdure.options import named_by
+
+if TYPE_CHECKING:
+    from perdure.engine.embedder import Embedder, Pooling
+    from perdure.engine.inspection import Trace
+    from perdure.engine.llama.adapters import ControlVector, LlamaAdapter
+
 
 log = logging.getLogger("perdure.engine")
 
-MAX_SEQUENCES = 256
-MAX_THREADS = 512
 _PLAIN = ("f32", "f16", "bf16")
 _NO_POOLING = 0
-_POOLINGS = {"0": Pooling.MEAN, "1": Pooling.MEAN, "2": Pooling.FIRST, "3": Pooling.LAST}
+_POOLINGS = {"0": "MEAN", "1": "MEAN", "2": "FIRST", "3": "LAST"}
 _COVERING = ("gpt2", "llama")
 """Kinds of tokenizers whose tokens cover all of a text. Others collapse white space, or drop characters."""
 _LARGEST = 3.4e38
 """The library's floats end here."""
+
+
+class TracePass(NamedTuple):
+    """What it takes to read tokens once more in a context of their own whose nodes are looked at."""
+
+    weights: LlamaWeights
+    open_core: Callable[[Any, int, int, bool], LlamaCore]
+    """Takes the library's callback, cells, tokens of a step, and whether to use flash attention."""
 
 
 class Model(FileModel):
@@ -91,19 +101,14 @@ class Model(FileModel):
     It may be closed or dropped before its contexts: the weights go with the last of them.
     """
 
+    @named_by(LoadingKeywords)
     def __init__(
         self,
         source: str | os.PathLike[str] | None = None,
         *,
-        gpu_layers: GpuLayers | None = None,
-        devices: Sequence[str] | None = None,
-        tensor_split: Sequence[float] | None = None,
-        kv_offload: bool = True,
-        cpu_experts: CpuExperts | None = None,
-        mtp: bool = False,
         cells: int = N_CTX,
         progress: Callable[[float], bool] | None = None,
-        **unknown: Never,
+        **options: Unpack[LoadingKeywords],
     ) -> None:
         """Load a model: a file, a name, or the default one.
 
@@ -113,7 +118,7 @@ class Model(FileModel):
         many layers the experts stay there too: "all", "auto" (the default) for as few as must, or a number.
         With `mtp` its next-token layers are loaded too, for contexts that guess by them.
         """
-        refuse_unknown(unknown, Model.__init__)
+        config = LoadingConfig.of(options, Model.__init__)
         self.path: Path = models.path(source)
         header = models.read_header(self.path)
         check_header(header)
@@ -123,18 +128,18 @@ class Model(FileModel):
         self._files = [self.path.with_name(name) for name in part_names(self.path.name)]
         self._versions = [_version(file) for file in self._files]
         lib = library.load()
-        self._kv_offload = kv_offload
-        self._mtp = mtp
+        self._kv_offload = config.kv_offload is not False
+        self._extended = config.extended
         self.sizes = Sizes.of(models.read_parts(self.path))
         """What it takes in memory, as its file says."""
-        self._offload = self._plan(gpu_layers, devices, cells, cpu_experts)
+        self._offload = self._place_layers(config, cells)
         self._say_if_larger_than_free()
-        split = check_split(tensor_split, self._offload.devices)
+        split = check_split(config.tensor_split, self._offload.devices)
         weights = self._load(split, progress, cells)
         if not lib.llama_model_has_decoder(weights.handle) or lib.llama_model_has_encoder(weights.handle):
             raise ModelLoadError(f"{self.path.name} has an encoder; only decoder models can keep sessions")
-        self._weights: Weights | None = weights
-        self._text: Tokenizer | None = Tokenizer(weights)
+        self._weights: LlamaWeights | None = weights
+        self._text: LlamaTokenizer | None = LlamaTokenizer(weights)
         self.n_vocab = weights.n_vocab
         self._split = split
         self._memory = _memory(lib, weights)
@@ -144,18 +149,12 @@ class Model(FileModel):
         self._said_trained = False
         self._first_steps(weights)
 
-    def _plan(
-        self,
-        gpu_layers: GpuLayers | None,
-        devices: Sequence[str] | None,
-        cells: int,
-        cpu_experts: CpuExperts | None,
-    ) -> Offload:
+    def _place_layers(self, config: LoadingConfig, cells: int) -> Offload:
         """What goes to the GPU. What does not fit is said here, before anything is loaded."""
-        layers = settings().gpu_layers if gpu_layers is None else check_gpu_layers(gpu_layers)
-        experts = settings().cpu_experts if cpu_experts is None else check_cpu_experts(cpu_experts)
-        chosen = choose_devices(library.loaded().device_list, devices)
-        here = dataclasses.replace(CPU_ONLY, cpu_experts=count_experts(experts, self.sizes))
+        layers = settings().gpu_layers if config.gpu_layers is None else config.gpu_layers
+        experts = settings().cpu_experts if config.cpu_experts is None else config.cpu_experts
+        chosen = choose_devices(library.loaded().device_list, config.devices)
+        here = dataclasses.replace(CPU_ONLY, cpu_experts=self.sizes.count_experts(experts) or 0)
         if not chosen or layers == 0:
             if layers not in (0, "auto"):
                 problem = library.loaded().gpu_problem
@@ -166,50 +165,57 @@ class Model(FileModel):
                     + "leave gpu_layers out"
                 )
             return here
-        plan = plan_offload(
+        offload = plan_offload(
             layers, chosen, self.sizes, self.path.name, setup=self._setup(cells), cpu_experts=experts
         )
-        return plan if plan.layers else dataclasses.replace(here, note=plan.note)
+        return offload if offload.layers else dataclasses.replace(here, note=offload.note)
 
-    def _setup(self, cells: int) -> Setup:
-        return Setup(n_ctx=max(1, cells), kv_offload=self._kv_offload)
+    def _setup(self, cells: int) -> ModelPlacement:
+        return ModelPlacement(n_ctx=max(1, cells), kv_offload=self._kv_offload)
 
     def _load(
         self, split: tuple[float, ...] | None, progress: Callable[[float], bool] | None, cells: int
-    ) -> Weights:
+    ) -> LlamaWeights:
         """The weights, with fewer layers on the GPU where "auto" found more room than there was then."""
         size = sum(file.stat().st_size for file in self._files if file.exists())
         while True:
-            plan = self._offload
+            offload = self._offload
             try:
-                return Weights(
+                return LlamaWeights(
                     self.path,
                     size=size,
-                    offload=plan,
+                    offload=offload,
                     tensor_split=split,
-                    mtp=self._mtp,
+                    change=self._change,
                     progress=progress,
                 )
             except OutOfMemoryError:
-                if not plan.flexible:
+                if not offload.flexible:
                     raise
-            names = [device.name for device in plan.devices]
+            names = [device.name for device in offload.devices]
             now = choose_devices(library.loaded().device_list, names)
-            self._offload = plan_again(plan, now, self.sizes, self.path.name, setup=self._setup(cells))
+            self._offload = plan_again(offload, now, self.sizes, self.path.name, setup=self._setup(cells))
 
-    def _first_steps(self, weights: Weights) -> None:
+    def _change(self, params: Any) -> None:
+        for name, value in self._extended.items():
+            if value and (maker := _core_maker(name)) is not None:
+                maker.load(params)
+
+    def _first_steps(self, weights: LlamaWeights) -> None:
         """Have the driver translate what it must, and say how much slower it is that layers did not fit."""
-        plan = self._offload
+        offload = self._offload
         measured = None
-        if plan.layers and weights.causal and self.info.architecture not in ASSISTANTS:
+        if offload.layers and weights.causal and self.info.architecture not in ASSISTANTS:
             params = _params(self._threads(None), True, 0.0, 0.0)
             params.offload_kqv = self._kv_offload
+            from perdure.engine.llama.first_steps import StepTime, translate
+
             if library.loaded().translated:
                 translate(weights, params, self.path.name)
-            if plan.note:
-                measured = StepTime.measure(weights, plan.layers, params)
-        if plan.note:
-            log.warning("%s%s", plan.note, f": {measured}" if measured else "")
+            if offload.note:
+                measured = StepTime.measure(weights, offload.layers, params)
+        if offload.note:
+            log.warning("%s%s", offload.note, f": {measured}" if measured else "")
 
     # What it is.
 
@@ -222,6 +228,14 @@ class Model(FileModel):
     def cpu_experts(self) -> int:
         """Of how many layers the experts are in the machine's own memory, whatever is on a GPU."""
         return self._offload.cpu_experts
+
+    @property
+    def experts_on_gpu(self) -> bool:
+        return self.gpu_layers > 0 and any(self.sizes.experts[self.cpu_experts :])
+
+    @property
+    def traces(self) -> bool:
+        return True
 
     @property
     def memory(self) -> MemorySpec:
@@ -307,6 +321,9 @@ class Model(FileModel):
     ) -> LlamaAdapter | ControlVector:
         """A LoRA or a control vector for this model, to be given to `Context.adapt`: a GGUF file. A control
         vector can be kept to some `layers`, from the first to the last of them."""
+        from perdure.engine.llama.adapters import ControlVector, LlamaAdapter
+        from perdure.models.adapter_file import read_adapter
+
         weights, file = self._open(), read_adapter(path)
         architecture = self.metadata.get("general.architecture", "")
         if file.kind == "control vector":
@@ -323,92 +340,80 @@ class Model(FileModel):
     def _tensors(self) -> dict[str, Tensor]:
         return {tensor.name: tensor for part in models.read_parts(self.path) for tensor in part.tensors}
 
-    def _rope(self, base: float, scale: float) -> Rope | str:
-        """How keys are rotated in a context with this base and scale."""
-        weights, lib = self._open(), library.load()
-        heads = int(lib.llama_model_n_head(weights.handle))
-        size = int(lib.llama_model_n_embd(weights.handle)) // max(1, heads)
-        known = weights.metadata.get(f"{self.info.architecture}.attention.key_length")
-        kind = int(lib.llama_model_rope_type(weights.handle))
-        return rope_of(weights.metadata, self._tensors, kind, base, scale, int(known) if known else size)
-
+    @named_by(ContextKeywords)
     def context(
         self,
         *,
         n_ctx: int = N_CTX,
         n_seq: int = 1,
-        shared: bool = False,
-        n_batch: int = N_BATCH,
-        threads: int | None = None,
-        k_type: str = "f16",
-        v_type: str = "f16",
-        flash: bool = True,
-        swa_full: bool = True,
-        rope_freq_base: float = 0.0,
-        rope_freq_scale: float = 0.0,
-        mtp: bool = False,
-        assistant: Model | None = None,
-        trace: str | Sequence[str] | None = None,
-        trace_layers: Sequence[int] | None = None,
-        **unknown: Never,
+        **options: Unpack[ContextKeywords],
     ) -> Context:
         """A context of `n_seq` sequences that hold `n_ctx` tokens each.
 
         With `shared` they use one pool of cells, so that forks cost nothing but depend in the last bits
-        on where their cells lie; else each has a stream of its own and is exact. With `mtp` the model's
+        on where their cells lie; else each has a separate stream and is exact. With `mtp` the model's
         next-token layers read along, and guess (`Context.guess`). An `assistant` is a drafter that
         guesses from this model's hidden states. With `trace` (`hidden`, `ffn`, `router`) its steps keep what
         these layers computed, all of them or `trace_layers` (`Context.step_trace`), and take longer for it.
         """
-        refuse_unknown(unknown, self.context)
+        config = ContextConfig.of(options, Model.context, none=False)
         refuse_drafter(self.path.name, self.info.architecture)
         weights = self._open()
         check_whole("n_seq", n_seq, 1, MAX_SEQUENCES)
         check_whole("n_ctx", n_ctx, 1, (1 << 31) // n_seq - 256)
-        check_whole("n_batch", n_batch, 1, 1 << 16)
-        _check_types(k_type, v_type)
-        if v_type not in _PLAIN and not flash:
-            raise InvalidInputError(f"v_type {v_type} needs flash attention; leave flash on")
-        size = self._cache_size()
-        size.check(Setup(n_ctx=n_ctx, slots=n_seq, k_type=k_type, v_type=v_type))
-        if not rope_freq_base and not rope_freq_scale:
+        shared, kv = bool(config.shared), config.kv
+        chosen = [(name, value) for name, value in config.extended.items() if value]
+        flash, swa_full = config.flash is not False, config.swa_full is not False
+        rope_base, rope_scale = config.rope_freq_base or 0.0, config.rope_freq_scale or 0.0
+        if kv.v not in _PLAIN and not flash:
+            raise InvalidInputError(f"v_type {kv.v} needs flash attention; leave flash on")
+        size = self._context_room()
+        size.check(ModelPlacement(n_ctx=n_ctx, slots=n_seq, kv=kv))
+        if not rope_base and not rope_scale:
             self._say_if_longer_than_trained(n_ctx)
 
-        params = _params(self._threads(threads), flash, rope_freq_base, rope_freq_scale)
-        n_batch = max(min(n_batch, n_ctx), n_seq)
+        params = _params(self._threads(config.threads), flash, rope_base, rope_scale)
+        n_batch = max(min(config.n_batch or N_BATCH, n_ctx), n_seq)
         params.n_ctx = n_ctx * n_seq if shared else -(-n_ctx // 256) * 256 * n_seq
         params.n_seq_max = n_seq
         # One physical batch a native step, so that a failed step is never half done for one sequence.
         params.n_batch = params.n_ubatch = n_batch
         params.n_outputs_max = max(min(ROWS, n_batch), n_seq)
-        params.type_k, params.type_v = TYPES[k_type], TYPES[v_type]
+        params.type_k, params.type_v = CACHE_TYPES[kv.k], CACHE_TYPES[kv.v]
         params.kv_unified = shared
         params.offload_kqv = self._kv_offload
         params.swa_full = swa_full
-        largest = size.bytes(params.n_ctx // n_seq, k_type, v_type)
-        if mtp and not self._mtp:
-            raise InvalidInputError("this model was loaded without its next-token layers: Model(…, mtp=True)")
-        if mtp:
-            check_next_token(weights, self._memory, self.path.name, self._tensors)
+        largest = size.bytes(params.n_ctx // n_seq, kv)
         known = CoreKeywords(
             causal=weights.causal,
             largest_state=largest,
-            rope=lambda: self._rope(rope_freq_base, rope_freq_scale),
+            rope=(rope_base, rope_scale),
         )
-        core: NextTokenCore | LlamaCore
-        if trace is not None:
-            if mtp or assistant is not None:
-                raise InvalidInputError("a context with trace has no drafter of its own: leave one out")
-            n_layer = int(library.load().llama_model_n_layer(weights.handle))
-            core = TracedCore(
-                weights, params, self._memory, what=trace, layers=trace_layers, n_layer=n_layer, **known
+        core: ContextCore
+        layout = ""
+        if config.trace is not None:
+            if chosen:
+                raise InvalidInputError(f"a context has trace or {chosen[0][0]}, not both: leave one out")
+            what = {"what": config.trace, "layers": config.trace_layers}
+            from perdure.engine.inspection import inspector
+
+            core = inspector("a context with trace")(weights, params, self._memory, **what, **known)
+        elif len(chosen) > 1:
+            raise InvalidInputError(f"a context has {' or '.join(name for name, _ in chosen)}: leave one out")
+        elif chosen and (maker := _core_maker(chosen[0][0])) is not None:
+            layout = maker.layout
+            setup = CoreSetup(
+                path=self.path,
+                weights=weights,
+                params=params,
+                memory=self._memory,
+                keywords=known,
+                tensors=lambda: self._tensors,
+                loaded_with=self._extended,
             )
-        elif assistant is not None:
-            drafter = assistant._open()
-            check_assistant(models.read_header(self.path), models.read_header(assistant.path), mtp=mtp)
-            core = AssistantCore(weights, params, self._memory, assistant=drafter, **known)
+            core = maker.open(setup, chosen[0][1])
         else:
-            core = (NextTokenCore if mtp else LlamaCore)(weights, params, self._memory, **known)
+            core = LlamaCore(weights, params, self._memory, **known)
         memory = dataclasses.replace(self._memory, keeps_window=swa_full)
         streams = 1 if shared else n_seq
         engine = library.loaded()
@@ -419,15 +424,14 @@ class Model(FileModel):
                 tokenizer="of the file",
                 template="of the file",
                 adapters=adapters,
-                k_type=k_type,
-                v_type=v_type,
                 attention="flash" if flash else "plain",
-                rope=f"{rope_freq_base}/{rope_freq_scale}/{rope_factors(self._rope_limit, core.n_ctx_seq)}",
+                rope=f"{rope_base}/{rope_scale}/{rope_factors(self._rope_limit, core.n_ctx_seq)}",
                 window=memory.identity,
-                layout=f"{streams} streams{', next-token layers' if mtp else ''}",
+                layout=f"{streams} streams{layout}",
                 engine=engine.identity,
                 kernels=engine.kernels,
                 devices=f"{engine.devices}; {self._offload.describe(self._split, self._kv_offload)}",
+                **kv.keywords,
             )
 
         return Context(
@@ -441,18 +445,13 @@ class Model(FileModel):
                 max_outputs=params.n_outputs_max,
                 threads=params.n_threads,
                 asynchronous=self._offload.layers > 0,
-                guesses=mtp or assistant is not None,
+                guesses=isinstance(core, GuessingCore),
             ),
             identity=identity,
             n_ctx=n_ctx,
             n_seq=n_seq,
             n_batch=n_batch,
-            tracer=functools.partial(
-                self._trace,
-                threads=threads,
-                rope_freq_base=rope_freq_base,
-                rope_freq_scale=rope_freq_scale,
-            ),
+            trace_pass=self._trace_pass(config.threads, rope_base, rope_scale),
         )
 
     def trace(
@@ -463,52 +462,26 @@ class Model(FileModel):
         what: str | Sequence[str] = ("hidden",),
         threads: int | None = None,
     ) -> Trace:
-        """What layers compute for `tokens`, as `Context.trace` tells it of a sequence."""
+        """What layers compute for `tokens`, as `Context.trace` returns it for a sequence."""
+        from perdure.engine.inspection import inspector
+
         ids = token_array(tokens, self.n_vocab)
-        return self._trace(ids, checked_parts(what), layers, {}, 0, threads, 0.0, 0.0)
+        trace: Trace = inspector("ctx.trace")(self._trace_pass(threads, 0.0, 0.0), ids, what, layers, {}, 0)
+        return trace
 
-    def _trace(
-        self,
-        tokens: NDArray[np.int32],
-        parts: tuple[str, ...],
-        layers: Sequence[int] | None,
-        adapters: Mapping[Adapter, float],
-        start: int,
-        threads: int | None,
-        rope_freq_base: float,
-        rope_freq_scale: float,
-    ) -> Trace:
-        """A pass over tokens in a context of its own that is looked at."""
-        weights, lib = self._open(), library.load()
-        chosen = checked_layers(layers, int(lib.llama_model_n_layer(weights.handle)))
-        heads = int(lib.llama_model_n_head(weights.handle))
-        width = int(lib.llama_model_n_embd(weights.handle))
-        check_size(parts, len(chosen), len(tokens), len(tokens) - start, heads, width)
-        flash = "attention" not in parts
+    def _trace_pass(self, threads: int | None, rope_base: float, rope_scale: float) -> TracePass:
+        weights = self._open()
 
-        def open_core(callback: Any, chunk: int) -> LlamaCore:
-            params = _params(self._threads(threads), flash, rope_freq_base, rope_freq_scale)
-            params.n_ctx = -(-len(tokens) // 256) * 256
+        def open_core(callback: Any, cells: int, chunk: int, flash: bool) -> LlamaCore:
+            params = _params(self._threads(threads), flash, rope_base, rope_scale)
+            params.n_ctx = -(-cells // 256) * 256
             params.n_seq_max = 1
             params.n_batch = params.n_ubatch = params.n_outputs_max = chunk
-            params.type_k = params.type_v = TYPES["f16"]
+            params.type_k = params.type_v = CACHE_TYPES["f16"]
             params.swa_full, params.offload_kqv, params.cb_eval = True, self._kv_offload, callback
-            core = LlamaCore(weights, params, self._memory, causal=weights.causal)
-            if adapters and not core.adapt(adapters):
-                core.close()
-                raise EngineError("the engine refused the adapters of this sequence")
-            return core
+            return LlamaCore(weights, params, self._memory, causal=weights.causal)
 
-        return traced(
-            tokens,
-            parts,
-            chosen,
-            open_core,
-            start=start,
-            heads=heads,
-            experts=weights.experts,
-            flash=flash,
-        )
+        return TracePass(weights, open_core)
 
     def embedder(
         self,
@@ -524,10 +497,12 @@ class Model(FileModel):
         A model whose tokens also look at what follows them takes a text in one step, and no longer one
         than it was trained for.
         """
+        from perdure.engine.embedder import CHUNK, Embedder, Pooling
+
         weights = self._open()
         pooling = _pooling(weights.metadata, self._has_score_head)
         check_whole("n_ctx", n_ctx, 1, (1 << 31) - 256)
-        self._cache_size().check(Setup(n_ctx=n_ctx))
+        self._context_room().check(ModelPlacement(n_ctx=n_ctx))
         params = _params(self._threads(threads), flash, rope_freq_base, rope_freq_scale)
         params.embeddings = True
         scores = pooling is Pooling.SCORE
@@ -553,12 +528,12 @@ class Model(FileModel):
     def __repr__(self) -> str:
         return f"<Model {self.path.name}{', closed' if self.closed else ''}>"
 
-    def _open(self) -> Weights:
+    def _open(self) -> LlamaWeights:
         if self._weights is None:
             raise ClosedError(f"the model {self.path.name} is closed")
         return self._weights
 
-    def _tokenizer(self) -> Tokenizer:
+    def _tokenizer(self) -> LlamaTokenizer:
         self._open()
         assert self._text is not None
         return self._text
@@ -584,8 +559,10 @@ class Model(FileModel):
             )
 
     def _say_if_larger_than_free(self) -> None:
-        placed = Setup(gpu_layers=self._offload.layers, cpu_experts=self._offload.cpu_experts)
-        needed, free = self.sizes.machine(placed).weights, system.available_memory()
+        needed, free = (
+            self.sizes.machine(self._offload.placed(ModelPlacement())).weights,
+            system.available_memory(),
+        )
         if free is not None and needed > free:
             log.warning(
                 "%s has %.1f GiB of weights for the machine's memory, and %.1f are free: they are read from "
@@ -595,41 +572,35 @@ class Model(FileModel):
                 free / 2**30,
             )
 
-    def spare_sequences(self, n_ctx: int, **context: Unpack[ContextKeywords]) -> int:
+    def spare_sequences(self, n_ctx: int, config: ContextConfig) -> int:
         """How many more sequences of so many tokens fit into a quarter of what the devices have besides the
         weights; 0 where the K/V cache is not there, or all sequences share one pool."""
-        k_type, v_type = context.get("k_type", "f16"), context.get("v_type", "f16")
-        if context.get("shared") or not is_whole(n_ctx):
-            return 0
-        _check_types(k_type, v_type)
-        return self._cache_size().spare_sequences(n_ctx, k_type, v_type)
+        return 0 if config.shared else self._context_room().spare_sequences(n_ctx, config.kv)
 
-    def fit_context(
-        self, n_ctx: int | None, slots: int | None, **context: Unpack[ContextKeywords]
-    ) -> tuple[int, int]:
+    def fit_context(self, n_ctx: int | None, slots: int | None, config: ContextConfig) -> tuple[int, int]:
         """Tokens of a request and requests at once that fit into what is free. None is for it to choose: up
         to the tokens that the model was trained for, and up to four requests."""
-        setup = Setup(
-            k_type=context.get("k_type", "f16"),
-            v_type=context.get("v_type", "f16"),
-            n_batch=context.get("n_batch", N_BATCH),
-            flash=context.get("flash", True),
+        setup = ModelPlacement(
+            kv=config.kv, n_batch=config.n_batch or N_BATCH, flash=config.flash is not False
         )
-        _check_types(setup.k_type, setup.v_type)
-        check_whole("n_batch", setup.n_batch, 1, 1 << 16)
         check_whole("slots", 1 if slots is None else slots, 1, MAX_SEQUENCES)
         check_whole("n_ctx", 1 if n_ctx is None else n_ctx, 1, 1 << 31)
-        return self._cache_size().fit_context(n_ctx, slots, setup)
+        return self._context_room().fit_context(n_ctx, slots, setup)
 
-    def _cache_size(self) -> CacheSize:
+    def _context_room(self) -> ContextRoom:
         self._open()
-        return CacheSize(self.sizes, self._offload, kv_offload=self._kv_offload)
+        return ContextRoom(self.sizes, self._offload, kv_offload=self._kv_offload)
 
 
-def _check_types(k_type: object, v_type: object) -> None:
-    for name, value in (("k_type", k_type), ("v_type", v_type)):
-        if not isinstance(value, str) or value not in TYPES:
-            raise InvalidInputError(f"{name} is one of {', '.join(TYPES)}, got {value!r}")
+def weights_of(model: Model) -> LlamaWeights:
+    """The weights of an open model, for a context of another one that reads them."""
+    return model._open()
+
+
+def _core_maker(option: str) -> CoreMaker | None:
+    """What opens contexts with an option of an extension; None where it is no option of their core."""
+    reference = by_name("cores").get(option)
+    return None if reference is None else cast("CoreMaker", imported(reference))
 
 
 def _params(threads: int, flash: bool, rope_freq_base: float, rope_freq_scale: float) -> Any:
@@ -653,6 +624,8 @@ def _pooling_type(metadata: Mapping[str, str]) -> str:
 
 def _pooling(metadata: Mapping[str, str], has_score_head: bool) -> Pooling:
     """As the model's file says; the mean where it says nothing."""
+    from perdure.engine.embedder import Pooling
+
     named = _pooling_type(metadata)
     if named == str(SCORE_POOLING) and has_score_head:
         return Pooling.SCORE
@@ -661,10 +634,10 @@ def _pooling(metadata: Mapping[str, str], has_score_head: bool) -> Pooling:
             f"this model has no vector for a text (pooling type {named}), and no tensors to score pairs; "
             "use a model with pooling type 0 to 3"
         )
-    return _POOLINGS[named]
+    return Pooling[_POOLINGS[named]]
 
 
-def _memory(lib: Any, weights: Weights) -> MemorySpec:
+def _memory(lib: Any, weights: LlamaWeights) -> MemorySpec:
     window = int(lib.llama_model_n_swa(weights.handle)) or None
     if lib.llama_model_is_recurrent(weights.handle):
         return Recurrent(window=window)

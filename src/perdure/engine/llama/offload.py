@@ -1,16 +1,26 @@
-"""Offloading: which layers and experts of a model go to which devices, decided before anything is loaded."""
+"""Offloading: which layers and experts of a model go to which devices, and whether a context fits there.
+
+plan_offload()  decided before anything is loaded
+plan_again()    less, where it did not fit after all
+ContextRoom     what is left for contexts beside the weights
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from perdure.checks import is_whole
+from perdure import system
+from perdure.engine.llama.native import library
 from perdure.engine.llama.native.library import Device
-from perdure.errors import InvalidInputError, OutOfMemoryError
-from perdure.models.fit import Room, Setup, Sizes
+from perdure.engine_config import KvType
+from perdure.errors import EngineLibraryError, InvalidInputError, OutOfMemoryError
+from perdure.models.placement import SLOT_CHOICES, FitConstraints, ModelPlacement, Room, Sizes, placements
+
+log = logging.getLogger("perdure.engine")
 
 GpuLayers: TypeAlias = "int | Literal['auto']"
 CpuExperts: TypeAlias = "int | Literal['all', 'auto']"
@@ -38,6 +48,12 @@ class Offload:
         cache = "there" if kv_offload else "here"
         return f"{self.layers} layers on {names}{shares}, cache {cache}{experts}"
 
+    def placed(self, placement: ModelPlacement, *, kv_offload: bool = True) -> ModelPlacement:
+        """A context of the model, with layers and experts where they are."""
+        return dataclasses.replace(
+            placement, gpu_layers=self.layers, cpu_experts=self.cpu_experts, kv_offload=kv_offload
+        )
+
 
 _SPARED = 4
 _LESS = 0.75
@@ -58,66 +74,77 @@ def choose_devices(devices: Sequence[Device], names: Sequence[str] | None) -> tu
     return tuple(by_name[name.lower()] for name in names)
 
 
+def room_of(devices: Sequence[Device], machine: int | None = None) -> Room:
+    """What is free now, on the machine (unless that is given) and on devices."""
+    if machine is None:
+        machine = system.available_memory() or system.memory_to_share() // 2
+    return Room(machine=machine, device=sum(device.free for device in devices), devices=max(1, len(devices)))
+
+
+def room_now(devices: Sequence[str] | None = None) -> Room:
+    """What is free at this moment, on the machine and on the devices that layers would go to."""
+    try:
+        return room_of(choose_devices(library.loaded().device_list, devices))
+    except EngineLibraryError:
+        # Nothing is installed yet: the CPU is what there is in any case.
+        return room_of(())
+
+
 def plan_offload(
     gpu_layers: GpuLayers,
     devices: Sequence[Device],
     sizes: Sizes,
     name: str,
     *,
-    setup: Setup | None = None,
+    setup: ModelPlacement | None = None,
     cpu_experts: CpuExperts = "auto",
 ) -> Offload:
-    """Which layers of model `name` go to `devices`: those that were asked for, or as many as fit.
-
-    Where not all fit, experts are left out first: a token needs few of them, and a CPU computes those well.
-    """
-    setup = setup or Setup()
+    """Which layers of model `name` go to `devices`: those that were asked for, or as many as fit."""
+    setup = setup or ModelPlacement()
     # What the machine's own memory holds is not asked here.
-    room = Room(machine=1 << 62, device=sum(device.free for device in devices), devices=len(devices))
+    room = room_of(devices, 1 << 62)
+    room = dataclasses.replace(room, device=max(1, room.device))
+    constraints = FitConstraints(
+        n_ctx=setup.n_ctx,
+        slots=setup.slots,
+        kv=setup.kv,
+        gpu_layers=None if gpu_layers == "auto" else gpu_layers,
+        cpu_experts=sizes.count_experts(cpu_experts),
+        kv_offload=setup.kv_offload,
+    )
+    ways = list(placements(sizes, room, constraints))
+    whole = room.device_bytes(sizes, ways[0]) / 2**30
     places = " and ".join(map(str, devices))
-    layers = sizes.all_layers if gpu_layers == "auto" else min(gpu_layers, sizes.all_layers)
-    setup = dataclasses.replace(setup, gpu_layers=layers, cpu_experts=count_experts(cpu_experts, sizes))
-    whole = room.device_bytes(sizes, setup)
-    plan = Offload(
-        layers=layers,
-        cpu_experts=setup.cpu_experts,
+    chosen = next((each for each in ways if room.holds(sizes, each)), None)
+    if chosen is None:
+        moved = len(sizes.layers) if constraints.cpu_experts is None else ways[0].cpu_experts
+        fits = room.most_layers(sizes, dataclasses.replace(ways[0], cpu_experts=moved)).gpu_layers
+        raise OutOfMemoryError(
+            f"{ways[0].gpu_layers} layers of {name} take {whole:.1f} GiB with their context, and "
+            f"{places} has less: {fits} fit. Choose gpu_layers={fits}, a smaller n_ctx, or fewer slots"
+        )
+    note = None
+    if chosen.gpu_layers < ways[0].gpu_layers:
+        note = (
+            f"{chosen.gpu_layers} of {sizes.all_layers} layers of {name} fit on {places}; all of them would "
+            f"take {whole:.1f} GiB. The CPU computes the rest"
+        )
+    elif chosen.cpu_experts > ways[0].cpu_experts:
+        note = (
+            f"the experts of {chosen.cpu_experts} of {len(sizes.layers)} layers of {name} stay in the "
+            f"machine's memory and are computed by the CPU: all would take {whole:.1f} GiB of {places}"
+        )
+    return Offload(
+        layers=chosen.gpu_layers,
+        cpu_experts=chosen.cpu_experts,
         devices=tuple(devices),
+        note=note,
         flexible=gpu_layers == "auto" and cpu_experts == "auto",
     )
-    if whole <= room.device:
-        return plan
-    if cpu_experts == "auto" and any(sizes.experts):
-        fewest = room.fewest_cpu_experts(sizes, setup)
-        if fewest is not None:
-            note = (
-                f"the experts of {fewest} of {len(sizes.layers)} layers of {name} stay in the machine's "
-                f"memory and are computed by the CPU: all would take {whole / 2**30:.1f} GiB of {places}"
-            )
-            return dataclasses.replace(plan, cpu_experts=fewest, note=note)
-        setup = dataclasses.replace(setup, cpu_experts=len(sizes.layers))
-    fits = room.most_layers(sizes, setup)
-    if gpu_layers == "auto":
-        note = (
-            f"{fits} of {sizes.all_layers} layers of {name} fit on {places}; all of them would take "
-            f"{whole / 2**30:.1f} GiB. The CPU computes the rest"
-        )
-        experts = setup.cpu_experts if fits else 0
-        return dataclasses.replace(plan, layers=fits, cpu_experts=experts, note=note)
-    raise OutOfMemoryError(
-        f"{layers} layers of {name} take {whole / 2**30:.1f} GiB with their context, and "
-        f"{places} has less: {fits} fit. Choose gpu_layers={fits}, a smaller n_ctx, or fewer slots"
-    )
-
-
-def count_experts(cpu_experts: CpuExperts, sizes: Sizes) -> int:
-    """In how many layers experts stay in the machine's memory, unless the rest decides."""
-    if cpu_experts == "auto" or not any(sizes.experts):
-        return 0
-    return len(sizes.layers) if cpu_experts == "all" else min(cpu_experts, len(sizes.layers))
 
 
 def plan_again(
-    failed: Offload, devices: Sequence[Device], sizes: Sizes, name: str, *, setup: Setup
+    failed: Offload, devices: Sequence[Device], sizes: Sizes, name: str, *, setup: ModelPlacement
 ) -> Offload:
     """Less than `failed` had on the devices, which did not fit after all: `devices` say what is free now.
 
@@ -131,12 +158,9 @@ def plan_again(
     fits = plan_offload("auto", devices, sizes, name, setup=setup).layers
     layers = min(fits, int(failed.layers * _LESS))
     note = f"{reason}: {layers} of {sizes.all_layers} layers are there instead of {failed.layers}"
-    return Offload(
-        layers=layers,
-        cpu_experts=failed.cpu_experts if layers else 0,
-        devices=tuple(devices) if layers else (),
-        note=note,
-    )
+    if not layers:
+        return dataclasses.replace(CPU_ONLY, note=note)
+    return Offload(layers=layers, cpu_experts=failed.cpu_experts, devices=tuple(devices), note=note)
 
 
 def spare_sequences(devices: Sequence[Device], *, weights: int, sequence: float) -> int:
@@ -147,24 +171,6 @@ def spare_sequences(devices: Sequence[Device], *, weights: int, sequence: float)
     """
     room = (sum(device.total for device in devices) - weights) / _SPARED
     return max(0, int(room // sequence)) if sequence else 0
-
-
-def check_gpu_layers(value: object) -> GpuLayers:
-    """`value` as a number of layers, or "auto"."""
-    if value == "auto":
-        return "auto"
-    if not is_whole(value) or value < 0:
-        raise InvalidInputError(f'gpu_layers is "auto" or a whole number from 0, got {value!r}')
-    return value
-
-
-def check_cpu_experts(value: object) -> CpuExperts:
-    """`value` as a number of layers, "all" or "auto"."""
-    if value == "auto" or value == "all":
-        return value
-    if not is_whole(value) or value < 0:
-        raise InvalidInputError(f'cpu_experts is "auto", "all" or a whole number from 0, got {value!r}')
-    return value
 
 
 def check_split(split: Sequence[float] | None, devices: Sequence[Device]) -> tuple[float, ...] | None:
@@ -179,3 +185,91 @@ def check_split(split: Sequence[float] | None, devices: Sequence[Device]) -> tup
             f"tensor_split is a share for each device ({names}), none below 0, got {split!r}"
         )
     return shares
+
+
+class ContextRoom:
+    """The room for contexts of a loaded model, in the machine's memory and on its devices."""
+
+    def __init__(self, sizes: Sizes, offload: Offload, *, kv_offload: bool) -> None:
+        self._sizes = sizes
+        self._offload = offload
+        self._kv_offload = kv_offload
+
+    def bytes(self, cells: int, kv: KvType) -> float:
+        """What so many cells take in all layers; 0 where a memory has none."""
+        return float(sum(self._sizes.layer_cache(ModelPlacement(n_ctx=cells, kv=kv))))
+
+    def check(self, setup: ModelPlacement) -> None:
+        """Refuse what the machine could never hold: the engine would touch it all and be killed. What it
+        could hold, but not beside what runs now, is said."""
+        setup = self._placed(setup)
+        cells, needed = setup.n_ctx * setup.slots, self._sizes.device(setup).cache
+        now = self._devices()
+        if needed > (free := sum(device.free for device in now)):
+            raise OutOfMemoryError(
+                f"{cells} cells need {needed / 2**30:.1f} GiB on {' and '.join(map(str, now))}: about "
+                f"{int(cells * free / needed)} fit. Choose a smaller n_ctx, fewer slots, a smaller "
+                "kv_type, fewer gpu_layers, or kv_offload=False"
+            )
+        needed = self._sizes.machine(setup).cache
+        physical, here = system.physical_memory(), system.available_memory()
+        if physical is not None and needed > physical:
+            raise OutOfMemoryError(
+                f"{cells} cells need {needed / 2**30:.1f} GiB, this machine has {physical / 2**30:.1f}: "
+                "choose a smaller n_ctx, fewer sequences, or a smaller kv_type"
+            )
+        if here is not None and needed > here:
+            log.warning(
+                "the K/V cache of %d cells takes %.1f GiB, and %.1f are free: the system may swap or end a "
+                'process. n_ctx="auto" takes what is there',
+                cells,
+                needed / 2**30,
+                here / 2**30,
+            )
+
+    def fit_context(self, n_ctx: int | None, slots: int | None, setup: ModelPlacement) -> tuple[int, int]:
+        """Tokens of a request and requests at once, of which None are for us to choose.
+
+        How many sequences a context has is part of what its state is of: they are chosen by what the machine
+        has, not by what is free at the moment, so that state is found again at the next start.
+        """
+        setup = self._placed(setup)
+        devices = self._devices()
+        if slots is None:
+            least = n_ctx or min(setup.n_ctx, self._sizes.trained or setup.n_ctx)
+            whole = Room(
+                machine=system.memory_to_share(),
+                device=sum(device.total for device in devices),
+                devices=max(1, len(devices)),
+            )
+            tried = (dataclasses.replace(setup, n_ctx=least, slots=count) for count in SLOT_CHOICES)
+            slots = next((each.slots for each in tried if whole.holds(self._sizes, each)), SLOT_CHOICES[-1])
+        if n_ctx is not None:
+            return n_ctx, slots
+        # The weights are there by now: on devices they were taken out of what is free, those of a file are
+        # given up for others.
+        room = room_of(devices)
+        room = dataclasses.replace(room, device=room.device + self._sizes.device(setup).weights)
+        setup = dataclasses.replace(setup, slots=slots)
+        fitting = room.largest_context(self._sizes, setup, least=256)
+        if not fitting:
+            raise OutOfMemoryError(
+                f"not even 256 tokens for {slots} requests fit beside the weights: choose fewer slots or a "
+                "smaller model; `perdure fit` shows what is free"
+            )
+        return fitting, slots
+
+    def spare_sequences(self, n_ctx: int, kv: KvType) -> int:
+        """How many more sequences of so many tokens the devices have room for; 0 without a cache there."""
+        if not self._kv_offload or not self._offload.layers:
+            return 0
+        one = self.bytes(n_ctx, kv)
+        return spare_sequences(self._offload.devices, weights=self._sizes.weights, sequence=one)
+
+    def _placed(self, setup: ModelPlacement) -> ModelPlacement:
+        return self._offload.placed(setup, kv_offload=self._kv_offload)
+
+    def _devices(self) -> list[Device]:
+        """The model's devices, with what is free on them now."""
+        names = {device.name for device in self._offload.devices}
+        return [device for device in library.loaded().device_list if device.name in names]

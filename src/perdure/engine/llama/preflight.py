@@ -6,10 +6,23 @@ import math
 
 import numpy as np
 
-from perdure.errors import ModelFileError
+from perdure.errors import InvalidInputError, ModelFileError
 from perdure.models import Header, Strings
+from perdure.models.card import ASSISTANTS
 
 MAX_LAYERS = 512
+_ROTATE_WHOLE_HEADS = frozenset(
+    """
+    apertus arcee arctic baichuan chameleon codeshell cogvlm cohere2moe dbrx deci deepseek dots1 dream
+    ernie4_5 ernie4_5-moe exaone exaone-moe exaone4 falcon granite granitemoe grok grovemoe hunyuan-moe
+    hunyuan_vl internlm2 jais2 llada llada-moe llama llama4 maincoder mellum mistral3 olmo olmo2 olmoe orion
+    paddleocr pangu-embedded plamo qwen2 qwen2moe qwen2vl qwen3 qwen3moe qwen3vl qwen3vlmoe rnd1 seed_oss
+    smallthinker smollm3 starcoder2 xverse
+    """.split()  # noqa: SIM905
+)
+"""Architectures whose graph, in the library, ends the process over a head of which it is to rotate a part."""
+_ROTATE = frozenset({"gemma", "gemma2", "gemma3", "gemma3n", "gemma4"})
+"""Architectures for which it never ends where nothing is to be rotated."""
 
 
 def check_header(header: Header) -> None:
@@ -26,6 +39,10 @@ def check_header(header: Header) -> None:
     head = header.integer(f"{architecture}.attention.key_length") or turned
     if turned % 2 or turned > head:
         raise ModelFileError(f"{name} is damaged: it rotates {turned} of the {head} values of a head")
+    if architecture in _ROTATE and header.integer(f"{architecture}.rope.dimension_count") == 0:
+        raise ModelFileError(f"{name} is damaged: it rotates none of the values of a head")
+    if architecture in _ROTATE_WHOLE_HEADS:
+        _check_whole_heads(header, architecture)
     guessing = header.integer(f"{architecture}.nextn_predict_layers")
     if architecture == "gemma4-assistant" and guessing != layers:
         raise ModelFileError(f"{name} is damaged: not all of its {layers} layers are said to guess")
@@ -34,6 +51,38 @@ def check_header(header: Header) -> None:
     tokens = header.metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, Strings) and (twice := _repeated(tokens)):
         raise ModelFileError(f"{name} is damaged: its vocabulary has {twice!r} twice")
+
+
+def _check_whole_heads(header: Header, architecture: str) -> None:
+    width = header.integer(f"{architecture}.embedding_length")
+    heads = header.integer(f"{architecture}.attention.head_count")
+    head = header.integer(f"{architecture}.attention.key_length")
+    if head is None and width and heads:
+        head = width // heads
+    turned = header.integer(f"{architecture}.rope.dimension_count")
+    if head is not None and turned is not None and turned != head:
+        raise ModelFileError(
+            f"{header.path.name} is damaged: it rotates {turned} of the {head} values of a head, and "
+            f"{architecture} rotates all"
+        )
+
+
+_OTHER_DRAFTERS = frozenset({"eagle3", "dflash"})
+"""Drafters of other kinds, which the library has and nobody here can use."""
+
+
+def refuse_drafter(name: str, architecture: str | None) -> None:
+    """Refuse a drafter in the place of a model: it reads the hidden states of another one."""
+    if architecture in ASSISTANTS:
+        raise InvalidInputError(
+            f"{name} guesses for a model of {ASSISTANTS[architecture]}, and cannot be used alone: open that "
+            "model, with this file as its draft"
+        )
+    if architecture in _OTHER_DRAFTERS:
+        raise InvalidInputError(
+            f"{name} is a drafter of the kind {architecture}, which cannot be used here: guess with a draft "
+            "model, by n-grams, or by next-token layers (MTP)"
+        )
 
 
 def _check_shared_caches(header: Header, layers: int) -> None:

@@ -10,16 +10,16 @@ import numpy as np
 
 from perdure.engine.contract import check_token
 from perdure.engine.llama.native import library
-from perdure.engine.llama.weights import Weights
+from perdure.engine.llama.weights import LlamaWeights
 from perdure.errors import InvalidInputError
 
 _TEXT_LIMIT = 1 << 28
 
 
-class Tokenizer:
+class LlamaTokenizer:
     """The tokens of a model. Pieces are bytes, since a token can be part of a character."""
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: LlamaWeights) -> None:
         self._lib = library.load()
         self._weights = weights
         self._pieces: dict[tuple[int, bool], bytes] = {}

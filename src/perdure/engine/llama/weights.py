@@ -16,7 +16,7 @@ from perdure.engine.llama.native.declarations import BufferOverride, ProgressCal
 from perdure.engine.llama.native.log_sink import captured_errors
 from perdure.engine.llama.offload import Offload
 from perdure.errors import ModelLoadError, OutOfMemoryError
-from perdure.models.fit import is_read
+from perdure.models.placement import is_read
 
 _NO_MEMORY = re.compile(r"out of memory|OutOf\w*Memory|(?:unable|failed) to allocate|allocation .*failed")
 """How backends say that a device has no room."""
@@ -51,7 +51,7 @@ class _Pages:
         self._before = None
 
 
-class Weights:
+class LlamaWeights:
     """Owns one `llama_model`. Contexts hold it too, so it goes with the last of them."""
 
     def __init__(
@@ -61,12 +61,13 @@ class Weights:
         size: int,
         offload: Offload,
         tensor_split: tuple[float, ...] | None = None,
-        mtp: bool = False,
+        change: Callable[[Any], None] = lambda params: None,
         progress: Callable[[float], bool] | None,
     ) -> None:
-        """`size` is how many bytes the file has, with its other parts. With `mtp` its next-token layers are
-        loaded too."""
+        """`size` is how many bytes the file has, with its other parts. `change` may change the library's own
+        parameters."""
         self._lib = lib = library.load()
+        self.path = path
         self.handle: Any = None
         self.devices = offload.devices if offload.layers else ()
         """Where its layers are, besides the machine's own memory."""
@@ -82,17 +83,17 @@ class Weights:
         overrides = _experts_here(lib, offload.cpu_experts)
         if overrides is not None:
             params.tensor_buft_overrides = overrides
-        params.load_mtp = mtp
+        change(params)
         params.use_extra_bufts = library.loaded().extra_buffers
         if not offload.layers and is_read(size):
             params.load_mode = _READ
         pages = _Pages()
 
-        def told(done: float, _: Any) -> bool:
+        def report(done: float, _: Any) -> bool:
             pages.enlarge()
             return progress is None or progress(done)
 
-        callback = ProgressCallback(told)
+        callback = ProgressCallback(report)
         params.progress_callback = callback
         with captured_errors() as reasons:
             self.handle = lib.llama_model_load_from_file(os.fsencode(path), params)

@@ -31,7 +31,7 @@ _NO_NUMBER, _NOTHING_TO_DRAW = 1, 2
 _FIELDS = 13
 """Of a job, as the kernel sees it, with 8 bytes each; the outcome is the last one."""
 _HEAD_FIELDS = 10
-"""Those that stay as they are from draw to draw."""
+"""Those that do not change from draw to draw."""
 _HEAD = struct.Struct(f"={_HEAD_FIELDS}q")
 _MEASURE_FIELDS = 11
 """The same of measures, the last three of which change."""
@@ -47,7 +47,7 @@ class NothingToDraw(SamplingError):
     """Every token is ruled out."""
 
 
-class Bias:
+class RowBias:
     """What is added to some values of every row. Checked here once, since it is used at every token."""
 
     def __init__(self, ids: NDArray[np.int64], values: Floats) -> None:
@@ -74,7 +74,7 @@ def top_k(rows: Floats, k: int) -> tuple[NDArray[np.int64], Floats]:
     return ids, values
 
 
-def draw(rows: Floats, k: int, cuts: Sequence[Cut], bias: Bias) -> list[int]:
+def draw(rows: Floats, k: int, cuts: Sequence[Cut], bias: RowBias) -> list[int]:
     """A token for each row of a table, out of its `k` largest after `bias`; of all, where it has less."""
     table, count, stride, size = _place_of(rows)
     k = min(k, size)
@@ -98,7 +98,7 @@ def draw(rows: Floats, k: int, cuts: Sequence[Cut], bias: Bias) -> list[int]:
 
 
 class Measure(NamedTuple):
-    """What is told of a token that was drawn from a row of logits."""
+    """The measures of a token that was drawn from a row of logits."""
 
     token: int
     logprob: float
@@ -114,8 +114,8 @@ class Measure(NamedTuple):
 
 
 class Measures:
-    """What is told of the tokens that are drawn from the rows of one table, put into words when it is asked
-    for: the rows themselves are looked at once, in one native call.
+    """The measures of the tokens that are drawn from the rows of one table, as objects only when they are
+    read: the rows themselves are looked at once, in one native call.
 
     Made before the draw: it computes while it waits for a row that is in no cache, which the draw then finds
     in one.
@@ -124,7 +124,7 @@ class Measures:
     __slots__ = ("_k", "_numbers", "_others", "_tokens")
 
     def __init__(self, rows: Floats, k: int) -> None:
-        """The `k` likeliest are told beside each. Where there is much to do, threads that are idle help."""
+        """The `k` likeliest come beside each. Where there is much to do, threads that are idle help."""
         table, count, stride, size = _place_of(rows)
         self._k = k = min(k, size)
         if k < 1 or count < 1:
@@ -189,7 +189,7 @@ class Measures:
 
 
 def measure(row: Floats, token: int, k: int) -> Measure:
-    """What is to be told of `token`, which was drawn from `row`, with the `k` likeliest tokens beside it."""
+    """The measures of `token`, which was drawn from `row`, with the `k` likeliest tokens beside it."""
     rows = row[None]
     measures = Measures(rows, k)
     measures.drawn(rows, [token])
@@ -244,7 +244,7 @@ class _Job:
     more is felt (`python -m bench.decode`).
     """
 
-    def __init__(self, where: _Where, bias: Bias) -> None:
+    def __init__(self, where: _Where, bias: RowBias) -> None:
         table, count, stride, size, k, (ids, values) = where
         self._bias = bias
         self._count = count
@@ -273,7 +273,7 @@ class _Job:
             # Whatever comes between: nobody may be left with memory that is given up here.
             _draw(job, job + 8 * (drawn_at + count))
             while not _drawn(job):
-                # Somebody has begun with a row, and lost the processor.
+                # Another thread has begun with a row, and lost the processor.
                 time.sleep(0)
         if outcome := memory[_FIELDS - 1]:
             _raise(outcome)
@@ -283,13 +283,13 @@ class _Job:
 _Place: TypeAlias = tuple[int, int, int, int]
 """Of a table of rows: its address, how many there are, from one to the next, and the size of each."""
 _Table: TypeAlias = tuple[int, int, int, int, int]
-"""The same, and how many of each row are told."""
+"""The same, and how many of each row are reported."""
 _Where: TypeAlias = tuple[int, int, int, int, int, tuple[int, int]]
 """A table, how many of each row are looked at, and where the bias lies."""
 
 
 def _place_of(rows: Floats) -> _Place:
-    """Where a table lies. Native code reads where it is told to."""
+    """Where a table lies. Native code reads that memory unchecked."""
     global _last
     seen, place = _last
     if seen() is rows:

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Query
 from pydantic import Field
 
 from perdure.cache.cache_view import BlockInfo
+from perdure.cache.prefix_cache import CacheStats
 from perdure.decode.request import KeptPrefix
 from perdure.errors import BusyError, ContextOverflow, InvalidInputError, PerdureError
 from perdure.server.core.api_error import ApiError
@@ -66,24 +67,6 @@ class RunList(ResponseSchema):
     """Whether there are more beside these: ask with `after`, how many were given so far."""
 
 
-class TotalsAnswer(ResponseSchema):
-    """Of the whole cache, whoever it serves."""
-
-    blocks: int
-    nbytes: int
-    budget: int
-    disk_bytes: int | None
-    """None where nothing is kept on a disk."""
-    tier_bytes: dict[str, int]
-    written_bytes: dict[str, int]
-    """What each tier behind the memory keeps, by its name."""
-    evicted: int
-    evicted_as: dict[str, int]
-    """What the evicted blocks were: `superseded`, `side`, `conversation`, `shared` or `kept`."""
-    reused_tokens: dict[str, int]
-    computed_tokens: int
-
-
 class BlockList(ResponseSchema):
     object: Literal["list"] = "list"
     data: list[BlockInfo]
@@ -95,7 +78,7 @@ class CacheAnswer(ResponseSchema):
     records: list[RecordAnswer]
     has_more: bool
     """Whether there are more records behind these: ask with `after`, the id of the last one."""
-    totals: TotalsAnswer | None
+    totals: CacheStats | None
     """Only on a server without keys: where there are several callers, it is nobody's business."""
 
 
@@ -146,7 +129,7 @@ async def tree(
 @router.post("/warm", status_code=201, responses=errors(404, 507))
 async def warm(body: WarmRequest, app_state: ServedDep, caller: CallerDep) -> RecordAnswer:
     """Compute a prefix once, and keep it."""
-    refuse_fields(body, strict=app_state.strict, refused={}, notes=caller.notes)
+    refuse_fields(body, strict=app_state.server.strict, refused={}, notes=caller.notes)
     runtime, prompt = app_state.runtime, body.prompt
     try:
         # Nobody can end it: a client that leaves pays for it all the same.
@@ -173,7 +156,7 @@ async def clear(
     """Drop your prefixes that carry one of the labels, wherever they are kept; or all of yours. With several
     models, those of each: one that is not loaded is loaded for that."""
     deleted = 0
-    for name in [model.name for model in app_state.models] or [""]:
+    for name in [model.name for model in app_state.server.models.pooled] or [""]:
         visit = Visit()
         try:
             served = await app_state.serving(name, visit)
@@ -181,7 +164,7 @@ async def clear(
                 served.runtime.cache.clear, label or None, namespace=caller.namespace
             )
             if not label:
-                await served.call(served.forget_beginnings, caller.namespace)
+                await served.call(served.forget, caller.namespace)
         finally:
             visit.close()
     return DeletedAnswer(deleted=deleted)
@@ -212,7 +195,7 @@ def _runs(app_state: AppState, namespace: str, parent: str | None, limit: int, a
 
 def _read(app_state: AppState, namespace: str, limit: int, after: str | None) -> CacheAnswer:
     records = app_state.runtime.cache.records(namespace=namespace, limit=limit + 1, after=after)
-    totals = None if app_state.keys.required else TotalsAnswer.model_validate(app_state.runtime.cache.stats())
+    totals = None if app_state.server.keys.required else app_state.runtime.cache.stats()
     return CacheAnswer(
         records=[_record(record) for record in records[:limit]], has_more=len(records) > limit, totals=totals
     )

@@ -1,7 +1,8 @@
-"""`/v1/machine`, `/v1/requests`, `/v1/report`, `/v1/where`: what the server runs on, and how it answers."""
+"""`/v1/machine`, `/v1/requests`, `/v1/report`: what the server runs on, and how it answers."""
 
 from __future__ import annotations
 
+from collections import Counter
 from importlib.metadata import version
 from typing import Annotated, Literal
 
@@ -10,24 +11,24 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
 from perdure.cache.cache_view import SlotState
-from perdure.decode.request import Plan
-from perdure.errors import InvalidInputError, PerdureError
+from perdure.chat.difference import Miss
+from perdure.errors import PerdureError
+from perdure.events.background import FAILURES
 from perdure.models.catalogue import ranked, recommended
-from perdure.pool import PooledModel
 from perdure.server.core.api_error import ApiError, stopping
-from perdure.server.core.app_state import AppState, AppStateDep, Caller, CallerDep
+from perdure.server.core.app_state import AppState, AppStateDep, CallerDep
 from perdure.server.core.keys import METRICS
 from perdure.server.core.metrics import RecentRequest
 from perdure.server.core.schemas import (
     PAGE,
     Limit,
-    MissAnswer,
     ResponseSchema,
     ReuseAnswer,
     TimingsAnswer,
     UsageAnswer,
     errors,
 )
+from perdure.server.pool import PooledModel
 
 
 class SlotAnswer(ResponseSchema):
@@ -82,7 +83,7 @@ class RequestAnswer(ResponseSchema):
     timings: TimingsAnswer
     agent: str = ""
     """The program that asked, by its User-Agent."""
-    miss: MissAnswer | None = None
+    miss: Miss | None = None
     """What was computed again, and why."""
 
     @classmethod
@@ -182,7 +183,7 @@ async def catalogue(app_state: AppStateDep) -> CatalogueList:
 
 
 def _catalogue(app_state: AppState) -> CatalogueList:
-    best, states = recommended(), app_state.by_model()
+    best, models = recommended(), app_state.server.models.all()
     return CatalogueList(
         data=[
             CatalogueEntry.copy_of(
@@ -190,7 +191,7 @@ def _catalogue(app_state: AppState) -> CatalogueList:
                 aliases=list(model.aliases),
                 fit=fit,
                 recommended=model is best,
-                served=any(model.name in each.short_names for each in states),
+                served=any(model.name in each.short_names for each in models),
                 nbytes=model.size,
                 memory_bytes=model.memory,
             )
@@ -207,16 +208,16 @@ async def usage(app_state: AppStateDep, caller: CallerDep) -> UsageList:
         UsageDay.copy_of(
             each, key=key.id, namespace=key.namespace, day=day, tokens_per_day=key.tokens_per_day
         )
-        for key in app_state.keys
+        for key in app_state.server.keys
         if everyone or key.namespace == caller.namespace
-        for day, each in app_state.keys.usage.days(key).items()
+        for day, each in app_state.server.keys.usage.days(key).items()
     ]
     return UsageList(data=sorted(days, key=lambda each: (each.day, each.namespace), reverse=True))
 
 
 @router.get("/machine", responses=errors())
 async def read(app_state: AppStateDep, caller: CallerDep) -> MachineAnswer:
-    """The models with their engines, and the slots as they are now. What one holds is told to its owner."""
+    """The models with their engines, and the slots as they are now. Only its owner sees what a slot holds."""
     return await app_state.call(_machine, app_state, caller.namespace)
 
 
@@ -228,7 +229,7 @@ async def requests(
     before: Annotated[int | None, Query(ge=1, lt=2**53)] = None,
 ) -> RequestList:
     """Your last requests, the latest first: tokens by tier, and why not more was reused."""
-    recent = app_state.recent.latest(caller.namespace, limit=limit + 1, before=before)
+    recent = app_state.server.ledger.latest(caller.namespace, limit=limit + 1, before=before)
     return RequestList(data=[RequestAnswer.of(each) for each in recent[:limit]], has_more=len(recent) > limit)
 
 
@@ -242,7 +243,7 @@ class CancelAnswer(ResponseSchema):
 @router.post("/requests/{request_id}/cancel", responses=errors(404))
 async def cancel(request_id: RequestId, app_state: AppStateDep, caller: CallerDep) -> CancelAnswer:
     """End a request of yours by its `x-request-id`, whatever its protocol. Its client gets what there is."""
-    replies = app_state.cancel(caller.namespace, request_id)
+    replies = app_state.server.cancel(caller.namespace, request_id)
     if not replies:
         raise ApiError(
             404,
@@ -255,38 +256,36 @@ async def cancel(request_id: RequestId, app_state: AppStateDep, caller: CallerDe
 @router.get("/report", responses=errors())
 async def report(app_state: AppStateDep, caller: CallerDep) -> ReportAnswer:
     """What the cache saved you, and what was computed again by cause and client."""
-    week = await app_state.call(app_state.recent.daily.week, caller.namespace)
-    hidden = app_state.keys.required
+    week = await app_state.call(app_state.server.ledger.daily.week, caller.namespace)
+    hidden = app_state.server.keys.required
     days = [
         ReportDay.copy_of(each, day=day, written_bytes=None if hidden else nbytes)
         for day, each, nbytes in week
     ]
-    return ReportAnswer.copy_of(app_state.recent.report(caller.namespace), days=days)
+    return ReportAnswer.copy_of(app_state.server.ledger.report(caller.namespace), days=days)
 
 
 def _machine(app_state: AppState, namespace: str) -> MachineAnswer:
     return MachineAnswer(
         version=version("perdure"),
-        started=app_state.started,
-        needs_key=app_state.keys.required,
+        started=app_state.server.started,
+        needs_key=app_state.server.keys.required,
         models=[_model(app_state, namespace)]
-        if len(app_state.models) < 2
-        else [_pooled(app_state, model, namespace) for model in app_state.models],
+        if len(app_state.server.models.pooled) < 2
+        else [_pooled(app_state, model, namespace) for model in app_state.server.models.pooled],
     )
 
 
 def _model(app_state: AppState, namespace: str) -> MachineModel:
     runtime = app_state.runtime
-    state, restarts = app_state.engine()
+    state, restarts = app_state.model.engine()
     slots: list[SlotState] = []
     devices = kv_type = ""
     waiting = 0
     if state == "ready":
         try:
             slots, identity = runtime.cache.slots(), runtime.cache.identity()
-            devices, kv_type = identity.devices, identity.k_type
-            if identity.v_type != kv_type:
-                kv_type = f"{kv_type}:{identity.v_type}"
+            devices, kv_type = identity.devices, identity.kv_type
             waiting, _ = runtime.load
         except PerdureError as error:
             # It died between the two questions.
@@ -297,7 +296,7 @@ def _model(app_state: AppState, namespace: str) -> MachineModel:
         restarts=restarts,
         architecture=runtime.model.info.architecture,
         size=runtime.model.info.size_label,
-        nbytes=app_state.model_bytes or None,
+        nbytes=app_state.model.nbytes or None,
         n_ctx=runtime.n_ctx,
         kv_type=kv_type,
         devices=devices,
@@ -307,9 +306,9 @@ def _model(app_state: AppState, namespace: str) -> MachineModel:
 
 
 def _pooled(app_state: AppState, model: PooledModel, namespace: str) -> MachineModel:
-    """One of several models: one that is not loaded is not loaded to tell of it."""
+    """One of several models: describing it does not load it."""
     if model.is_known:
-        return _model(app_state.of_model(model), namespace)
+        return _model(app_state.with_model(model), namespace)
     facts = model.facts()
     return MachineModel(
         id=model.name,
@@ -336,7 +335,7 @@ def _slot(app_state: AppState, slot: SlotState, namespace: str) -> SlotAnswer:
     )
 
 
-# `/health`, `/ready`, `/metrics`: for whoever runs the server.
+# `/health`, `/ready`, `/metrics`: for the operator of the server.
 
 operation = APIRouter(tags=["operation"])
 
@@ -352,6 +351,9 @@ class ReadyAnswer(ResponseSchema):
     restarts: int
     not_kept: int
     """Turns that could not be stored since the server started; its log says why."""
+    failed_threads: dict[str, int]
+    """Background threads that failed since then, here and in the engines' processes, by name, and how often;
+    its log says why."""
 
 
 @operation.get("/health")
@@ -369,10 +371,10 @@ async def ready(
     `draining` is the status of a server that drains: HAProxy takes 404 for one that finishes what it has, and
     503 for one that is dead.
     """
-    if app_state.stopping:
+    if app_state.server.stopping:
         raise stopping()
-    app_state.life.drain.asked()
-    if app_state.life.draining:
+    app_state.server.drain.asked()
+    if app_state.server.draining:
         raise ApiError(
             int(draining),
             "the server is draining: what it has begun is finished, ask another one",
@@ -380,16 +382,19 @@ async def ready(
             code="draining",
             retry_after=5,
         )
-    state, restarts = app_state.engine()
-    # One that is not loaded is, once somebody asks for it.
-    waits = app_state.pool is not None and state in ("starting", "unloading", "unloaded")
+    state, restarts = app_state.model.engine()
+    # A model that is not loaded is loaded by the first request for it.
+    waits = app_state.server.models.pool is not None and state in ("starting", "unloading", "unloaded")
     if state != "ready" and not waits:
         raise ApiError(503, f"the engine is {state}", code="engine_unavailable", retry_after=2)
+    runtimes = app_state.server.models.loaded_runtimes()
+    failed = sum((Counter(each.backend.health().failed_threads) for each in runtimes), Counter(FAILURES))
     return ReadyAnswer(
         model=app_state.name,
-        slots=sum(runtime.slots for runtime in app_state.loaded_runtimes()),
+        slots=sum(runtime.slots for runtime in runtimes),
         restarts=restarts,
-        not_kept=app_state.life.not_kept,
+        not_kept=app_state.server.ledger.not_kept,
+        failed_threads=dict(failed),
     )
 
 
@@ -401,67 +406,6 @@ async def ready(
 async def metrics(app_state: AppStateDep) -> Response:
     """Metrics in Prometheus' text format."""
     return Response(
-        await app_state.call(app_state.metrics.text), headers={"content-type": CONTENT_TYPE_LATEST}
+        await app_state.call(app_state.server.ledger.metrics.text),
+        headers={"content-type": CONTENT_TYPE_LATEST},
     )
-
-
-# `/v1/where`: for routers. Is this conversation warm here, and what would it cost to answer it here?
-#
-# GET /v1/where?session=trip
-# {"tokens": 812, "warm": 800, "tiers": {"slot": 800}, "compute": 12, "read_bytes": 0,
-#  "waiting": 0, "running": 1, "slots": 4, "draining": false}
-
-_AT_HAND = ("slot", "memory")
-_LONGEST = 100_000
-
-
-class WhereAnswer(ResponseSchema):
-    tokens: int
-    """Of the conversation, or of the prompt."""
-    warm: int
-    """Of them, those whose state is in this process."""
-    tiers: dict[str, int]
-    """Tokens that need not be computed, by where their state is."""
-    compute: int
-    """Tokens that would be computed."""
-    read_bytes: int
-    """State that would be read."""
-    waiting: int
-    """Requests that wait for a slot."""
-    running: int
-    slots: int
-    draining: bool
-    """Whether this server takes its leave: it answers, and wants no new conversations."""
-
-
-@operation.get("/v1/where", responses=errors(400, 404))
-async def where(
-    app_state: AppStateDep,
-    caller: CallerDep,
-    session: Annotated[str | None, Query(max_length=1000, description="A session.")] = None,
-    prompt: Annotated[
-        str | None, Query(max_length=_LONGEST, description="The beginning of a prompt, as plain text.")
-    ] = None,
-) -> WhereAnswer:
-    """How much of a session, or of a prompt, is warm here, and how busy this server is. Nothing is moved."""
-    if (session is None) == (prompt is None):
-        raise InvalidInputError("give `session` or `prompt`, one of them")
-    plan = await app_state.call(lambda: _plan(app_state, caller, session, prompt or ""))
-    waiting, running = app_state.runtime.load
-    return WhereAnswer.copy_of(
-        plan,
-        warm=sum(plan.tiers.get(tier, 0) for tier in _AT_HAND),
-        compute=plan.computed,
-        read_bytes=plan.nbytes,
-        waiting=waiting,
-        running=running,
-        slots=app_state.runtime.slots,
-        draining=app_state.life.draining,
-    )
-
-
-def _plan(app_state: AppState, caller: Caller, session: str | None, prompt: str) -> Plan:
-    runtime = app_state.runtime
-    if session is not None:
-        return runtime.sessions.get(session, caller.namespace).plan_wake()
-    return runtime.cache.plan(runtime.model.tokenize(prompt), namespace=caller.namespace)

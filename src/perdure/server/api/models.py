@@ -9,7 +9,6 @@ from fastapi import APIRouter
 from pydantic import Field
 
 from perdure.options import options_of
-from perdure.pool import PooledModel, facts_of, parse_duration
 from perdure.request_options import RequestOptions, Sampling
 from perdure.server.core.api_error import ApiError
 from perdure.server.core.app_state import AppState, AppStateDep, CallerDep, ServedDep
@@ -23,6 +22,7 @@ from perdure.server.core.schemas import (
     errors,
     refuse_fields,
 )
+from perdure.server.pool import PooledModel, facts_of, parse_duration
 
 
 class TokenizeRequest(RequestSchema):
@@ -152,48 +152,48 @@ async def list_models(app_state: AppStateDep) -> ModelList:
 
 class LoadRequest(RequestSchema):
     keep_alive: str | int | float | None = None
-    """How long it stays without a request from now on: seconds, or a duration such as 5m; below 0, always."""
+    """How long it stays without a request from now on: seconds, or a duration such as 5m; below 0, always.
+    Where there are keys, it only adds time, except of the operator's."""
 
 
 @router.post("/v1/models/{name:path}/load", responses=errors(404, 503, 504), tags=["perdure"])
 async def load_model(name: str, body: LoadRequest, app_state: AppStateDep, caller: CallerDep) -> ModelAnswer:
     """Load a model, and answer when it is."""
-    refuse_fields(body, strict=app_state.strict, refused={}, notes=caller.notes)
+    refuse_fields(body, strict=app_state.server.strict, refused={}, notes=caller.notes)
     seconds = None if body.keep_alive is None else parse_duration(body.keep_alive)
     served = await app_state.serving(name, caller.visit, caller.namespace, keep_alive=seconds)
-    return await app_state.call(_model, served, served.name, app_state.check_model(name, caller.namespace))
+    return await app_state.call(
+        _model, served, served.name, app_state.server.models.check(name, caller.namespace)
+    )
 
 
 @router.post(
-    "/v1/models/{name:path}/unload", responses=errors(404, 409), tags=["perdure"], openapi_extra=NO_BODY
+    "/v1/models/{name:path}/unload", responses=errors(403, 404, 409), tags=["perdure"], openapi_extra=NO_BODY
 )
 async def unload_model(name: str, app_state: AppStateDep, caller: CallerDep) -> ModelAnswer:
-    """Let a model go once those who use it now are served. Its state is in the store; the next request loads
-    it again."""
-    model = app_state.check_model(name, caller.namespace)
-    if model is None or app_state.pool is None or not model.can_unload:
-        raise ApiError(
-            409,
-            "the engine is not in a process of its own that this server started, so it cannot be unloaded: "
-            "start the server without --in-process",
-            code="cannot_unload",
-        )
-    await app_state.pool.unload(model)
+    """Let a model go that is not in use; with keys, for the operator's. Its state is in the store; the next
+    request loads it again."""
+    model = app_state.server.models.check(name, caller.namespace)
+    if model is None:
+        raise ApiError(409, "this server's only model stays loaded", code="cannot_unload")
+    await app_state.server.models.unload(model, caller.namespace)
     return await app_state.call(_model, app_state, model.name, model)
 
 
 @router.get("/v1/models/{name:path}", responses=errors(404))
 async def read_model(name: str, app_state: AppStateDep) -> ModelAnswer:
-    model = app_state.check_model(name)
+    model = app_state.server.models.check(name)
     adapter = name.rpartition(":")[2]
-    view = app_state if model is None else app_state.of_model(model)
-    return await app_state.call(_model, view, view.name, model, adapter if adapter in view.adapters else None)
+    view = app_state.with_model(model)
+    return await app_state.call(
+        _model, view, view.name, model, adapter if adapter in view.model.adapters else None
+    )
 
 
 @router.post("/tokenize", responses=errors(404), tags=["tokens"])
 async def tokenize(body: TokenizeRequest, app_state: ServedDep, caller: CallerDep) -> TokenizeAnswer:
     """A text as token ids."""
-    refuse_fields(body, strict=app_state.strict, refused={}, notes=caller.notes)
+    refuse_fields(body, strict=app_state.server.strict, refused={}, notes=caller.notes)
     tokens = await app_state.call(
         app_state.runtime.model.tokenize, body.content, special=body.special, bos=body.add_special
     )
@@ -203,19 +203,19 @@ async def tokenize(body: TokenizeRequest, app_state: ServedDep, caller: CallerDe
 @router.post("/detokenize", responses=errors(404), tags=["tokens"])
 async def detokenize(body: DetokenizeRequest, app_state: ServedDep, caller: CallerDep) -> DetokenizeAnswer:
     """Token ids as text."""
-    refuse_fields(body, strict=app_state.strict, refused={}, notes=caller.notes)
+    refuse_fields(body, strict=app_state.server.strict, refused={}, notes=caller.notes)
     text = await app_state.call(app_state.runtime.model.detokenize, body.tokens, special=body.special)
     return DetokenizeAnswer(content=text)
 
 
 def _models(app_state: AppState) -> list[ModelAnswer]:
-    models: list[PooledModel | None] = [*app_state.models] or [None]
+    models: list[PooledModel | None] = [*app_state.server.models.pooled] or [None]
     bases: list[ModelAnswer] = []
     adapted: list[ModelAnswer] = []
     for model in models:
-        view = app_state if model is None else app_state.of_model(model)
+        view = app_state.with_model(model)
         bases.append(_model(view, view.name, model))
-        adapted += [_model(view, view.name, model, adapter) for adapter in view.adapters]
+        adapted += [_model(view, view.name, model, adapter) for adapter in view.model.adapters]
     return [*bases, *adapted]
 
 
@@ -238,9 +238,11 @@ def _model(
     name = name if adapter is None else f"{name}:{adapter}"
     return ModelAnswer(
         id=name,
-        created=int(app_state.started),
+        created=int(app_state.server.started),
         display_name=name,
-        created_at=datetime.fromtimestamp(int(app_state.started), UTC).isoformat().replace("+00:00", "Z"),
+        created_at=datetime.fromtimestamp(int(app_state.server.started), UTC)
+        .isoformat()
+        .replace("+00:00", "Z"),
         max_input_tokens=facts.n_ctx,
         max_tokens=facts.n_ctx,
         owned_by="perdure",
@@ -248,6 +250,8 @@ def _model(
         n_vocab=facts.n_vocab,
         architecture=facts.architecture,
         digest=facts.digest,
-        adapter=None if adapter is None else AdapterAnswer(name=adapter, scale=app_state.adapters[adapter]),
+        adapter=None
+        if adapter is None
+        else AdapterAnswer(name=adapter, scale=app_state.model.adapters[adapter]),
         **pooled,
     )

@@ -9,13 +9,14 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 
 from fastapi import APIRouter
-from starlette.requests import Request
+from fastapi.routing import APIRoute
+from starlette.datastructures import Headers
 from starlette.responses import Response
+from starlette.routing import Match
+from starlette.types import Scope
 
-from perdure.inspection.page import report_script_hash, script_hash
 from perdure.server.core.api_error import ApiError
 from perdure.server.core.middleware import ASSETS
-from perdure.server.protocols.ollama.routes import running
 
 
 def as_policy(rules: Mapping[str, str]) -> str:
@@ -46,55 +47,26 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "permissions-policy": "camera=(), microphone=(), geolocation=(), payment=(), usb=()",
 }
-_FRAME_SCRIPT = """
-"use strict";
-addEventListener("message", function show(event) {
-  if (event.source !== parent || typeof event.data !== "string") return;
-  removeEventListener("message", show);
-  document.open();
-  document.write(event.data);
-  document.close();
-});
-parent.postMessage("ready", "*");
-"""
-"""Shows the one text that the page sends."""
-_FRAME = f"""<!doctype html>
-<html lang="en">
-<head><meta charset="utf-8"><title>Analysis</title></head>
-<body><script>{_FRAME_SCRIPT}</script></body>
-</html>
-"""
 _KINDS = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 
 router = APIRouter(include_in_schema=False)
 
 
-@router.get("/")
-async def index(request: Request) -> Response:
-    """The page for browsers; for Ollama's clients, which ask here whether somebody is there, their answer."""
-    if "text/html" not in request.headers.get("accept", ""):
-        return await running()
+class _BrowserRoute(APIRoute):
+    """A route for what asks for HTML. Clients of a protocol may find another answer at the same path."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        if "text/html" not in Headers(scope=scope).get("accept", ""):
+            return Match.NONE, {}
+        return super().matches(scope)
+
+
+async def index() -> Response:
+    """The page."""
     page_files = _files()
     if "index.html" not in page_files:
         raise ApiError(404, "this build has no page; the API is at /v1", code="no_page")
     return _answer("index.html", page_files["index.html"], "no-cache")
-
-
-@router.get(ASSETS + "analysis")
-async def analysis_frame() -> Response:
-    """A document for the analysis of a reply, which has a script of its own: it has no origin, reaches
-    nothing, and runs that script and no other, whatever the text is. The page sends it what to show."""
-    policy = {
-        "sandbox": "allow-scripts",
-        "default-src": "'none'",
-        "script-src": f"'{script_hash(_FRAME_SCRIPT)}' '{report_script_hash()}'",
-        "style-src": "'unsafe-inline'",
-        "base-uri": "'none'",
-        "form-action": "'none'",
-        "frame-ancestors": "'self'",
-    }
-    headers = {**HEADERS, "content-security-policy": as_policy(policy), "x-frame-options": "SAMEORIGIN"}
-    return Response(_FRAME, media_type="text/html", headers={**headers, "cache-control": "no-cache"})
 
 
 @router.get(ASSETS + "{name}")
@@ -104,6 +76,9 @@ async def asset(name: str) -> Response:
         raise ApiError(404, f"there is no file {name[:100]!r} of the page", code="not_found")
     # Another content has another name.
     return _answer(name, content, "public, max-age=31536000, immutable")
+
+
+router.add_api_route("/", index, methods=["GET"], route_class_override=_BrowserRoute)
 
 
 def _answer(name: str, content: bytes, cache: str) -> Response:

@@ -11,17 +11,32 @@ from perdure.chat.message import Message
 from perdure.decode.request import TierUsage
 from perdure.server.core.schemas import Items, Label, Name, RequestSchema, ResponseSchema
 from perdure.server.protocols.chat import ChatMessage, ChatOptionsSchema
-from perdure.sessions.importing import ImportResult
-from perdure.sessions.info import SessionInfo, SessionMemory, Tree, turn_id
+from perdure.sessions.info import NOTE_CHARACTERS, TITLE_LENGTH, SessionInfo, SessionMemory, Tree, turn_id
+from perdure.sessions.pending_record import PendingInfo
 from perdure.sessions.session import Session
+from perdure.sessions.sessions import ImportResult
 from perdure.sessions.turn import Turn, plain_settings
 
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 
 
+Title = Annotated[str, Field(max_length=TITLE_LENGTH)]
+Folder = Annotated[str, Field(max_length=100)]
+
+
 class CreateRequest(RequestSchema):
     name: Name
     system: str | None = None
+    title: Title = ""
+    """What a person calls it, in lists; empty: its name."""
+
+
+class FilingRequest(RequestSchema):
+    """What a person calls a session, and where it is filed. What is left out stays; an empty text removes."""
+
+    title: Title | None = None
+    folder: Folder | None = None
+    pinned: bool | None = None
 
 
 class Saying(RequestSchema):
@@ -51,6 +66,13 @@ class RegenerateRequest(ChatOptionsSchema):
     pass
 
 
+class ResumeRequest(ChatOptionsSchema):
+    """Settings that are left out are those that the turn was asked with."""
+
+    again: bool = False
+    """Whether the same is answered from the start, and what was written of it goes."""
+
+
 class ForkRequest(RequestSchema):
     name: Name
     turn: Count | None = None
@@ -65,7 +87,7 @@ class LabelRequest(RequestSchema):
     label: Label
     kind: Label = "memory"
     turn: Count | None = None
-    note: str = ""
+    note: Annotated[str, Field(max_length=NOTE_CHARACTERS)] = ""
 
 
 class WakeMemoryRequest(RequestSchema):
@@ -104,12 +126,19 @@ class SessionSummary(ResponseSchema):
     """The model that answered last, by its own name; empty where that is not known."""
     tokens: int = 0
     """Of the last prompt and the reply to it."""
+    title: str = ""
+    """What a person calls it; empty where nobody said."""
+    folder: str = ""
+    pinned: bool = False
 
     @classmethod
     def of(cls, row: SessionInfo) -> SessionSummary:
         return cls.copy_of(
             row,
             turns=row.depth,
+            title=row.title,
+            folder=str(row.origin.get("folder", "")),
+            pinned=bool(row.origin.get("pinned", False)),
             origin=OriginAnswer.of(row.origin),
             agent=str(row.origin.get("agent", "")),
             parent=str(row.origin.get("parent", "")),
@@ -175,11 +204,14 @@ class SessionAnswer(ResponseSchema):
     settings: dict[str, Any]
     """What is asked of every reply, unless a turn asks for something else."""
     origin: OriginAnswer | None
+    title: str = ""
+    """What a person calls it; empty where nobody said."""
 
     @classmethod
     def of(cls, session: Session) -> SessionAnswer:
         origin, settings = OriginAnswer.of(session.origin), dict(session.settings)
-        return cls.copy_of(session, tokens=session.token_count, settings=settings, origin=origin)
+        title = str(session.origin.get("title", ""))
+        return cls.copy_of(session, tokens=session.token_count, settings=settings, origin=origin, title=title)
 
 
 class ImportAnswer(SessionAnswer):
@@ -199,8 +231,8 @@ class ImportAnswer(SessionAnswer):
         )
 
 
-_PAGE_BYTES = 4 << 20
-"""Of the turns of one page, unless a single one is longer."""
+PAGE_BYTES = 4 << 20
+"""Of the turns or memories of one page, unless a single one is longer."""
 
 
 class TurnList(ResponseSchema):
@@ -211,11 +243,44 @@ class TurnList(ResponseSchema):
 
     @classmethod
     def of(cls, session: Session, limit: int, after: int) -> TurnList:
-        turns = session.history(limit=limit, after=after, nbytes=_PAGE_BYTES)
+        turns = session.history(limit=limit, after=after, nbytes=PAGE_BYTES)
         return cls(
             data=[TurnAnswer.of(after + number, turn) for number, turn in enumerate(turns, 1)],
             has_more=after + len(turns) < session.turns,
         )
+
+
+class PendingTurnAnswer(ResponseSchema):
+    """What was asked of a session and is no turn of it."""
+
+    after: int
+    """The turn that it goes on from."""
+    messages: list[SaidMessage]
+    reply: SaidMessage
+    """What was answered so far."""
+    tokens: int
+    """Of that."""
+    started: float
+    ended: str
+    """Why it ended, where that is known; empty while it is being answered, and after a kill."""
+    running: bool
+    """Whether this server is answering it."""
+
+    @classmethod
+    def of(cls, info: PendingInfo, *, running: bool) -> PendingTurnAnswer:
+        return cls.copy_of(
+            info,
+            messages=[SaidMessage.of(message) for message in info.messages],
+            reply=SaidMessage.of(info.reply),
+            tokens=len(info.tokens),
+            running=running,
+        )
+
+
+class PendingAnswer(ResponseSchema):
+    object: Literal["session.pending"] = "session.pending"
+    pending: PendingTurnAnswer | None
+    """None where the last turn is whole."""
 
 
 class StopAnswer(ResponseSchema):

@@ -16,16 +16,22 @@ from perdure.atomic import open_private, translate_os_errors, write_all
 from perdure.chat.message import Message
 from perdure.decode.request import Plan
 from perdure.errors import StoreFullError
+from perdure.extension import part
 from perdure.server.api.session_schemas import (
+    PAGE_BYTES,
     AppendRequest,
     CreateRequest,
     EditRequest,
+    FilingRequest,
     ForkRequest,
     ImportAnswer,
     LabelRequest,
     MemoryAnswer,
     MemoryList,
+    PendingAnswer,
+    PendingTurnAnswer,
     RegenerateRequest,
+    ResumeRequest,
     RewindRequest,
     Saying,
     SayRequest,
@@ -39,7 +45,7 @@ from perdure.server.api.session_schemas import (
     WakeMemoryRequest,
 )
 from perdure.server.core.api_error import ApiError, ClientLeft, invalid
-from perdure.server.core.app_state import AppState, AppStateDep, Caller, CallerDep, ServedDep
+from perdure.server.core.app_state import AppState, AppStateDep, CallerDep, ServedDep
 from perdure.server.core.body_route import BodyRoute
 from perdure.server.core.middleware import FILE_TYPE, check_length, too_large
 from perdure.server.core.schemas import (
@@ -53,11 +59,18 @@ from perdure.server.core.schemas import (
     refuse_fields,
     streamed,
 )
-from perdure.server.protocols.chat import ChatAnswer, chat_options, check_chat_options, parsed
+from perdure.server.core.visit import Caller
+from perdure.server.protocols.chat import (
+    ChatAnswer,
+    ChatOptionsSchema,
+    chat_options,
+    check_chat_options,
+    given_chat_options,
+    parsed,
+)
 from perdure.server.protocols.chat_routes import chat_answer
-from perdure.sessions.export import manifest_of
 from perdure.sessions.fold import TurnStream
-from perdure.sessions.info import name_problem
+from perdure.sessions.info import FILED, name_problem
 from perdure.sessions.session import Session
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"], route_class=BodyRoute)
@@ -81,7 +94,7 @@ async def list_sessions(
     """Your sessions, the latest first: a page of them, behind the one that is called `after`. With `text`,
     those that have it in their names or in what was said."""
     # A search reads everything that was said.
-    in_thread = app_state.call if text is None else app_state.work
+    in_thread = app_state.server.call if text is None else app_state.server.work
     sessions = await in_thread(
         app_state.runtime.sessions.list, caller.namespace, limit=limit + 1, after=after, text=text
     )
@@ -92,15 +105,18 @@ async def list_sessions(
 
 @router.post("", status_code=201, responses=errors(409, 507))
 async def create(body: CreateRequest, app_state: AppStateDep, caller: CallerDep) -> SessionAnswer:
-    """A new session. One that exists is an error: nobody goes on with it by mistake."""
-    refuse_fields(body, strict=app_state.strict, refused={}, notes=caller.notes)
-    return await app_state.call(
-        lambda: SessionAnswer.of(
-            app_state.runtime.sessions.create(
-                body.name, system=body.system, namespace=caller.namespace, agent=caller.agent
-            )
+    """A new session. One that exists is an error: no client continues it by mistake."""
+    refuse_fields(body, strict=app_state.server.strict, refused={}, notes=caller.notes)
+
+    def work() -> SessionAnswer:
+        session = app_state.runtime.sessions.create(
+            body.name, system=body.system, namespace=caller.namespace, agent=caller.agent
         )
-    )
+        if body.title:
+            session.note({"title": body.title})
+        return SessionAnswer.of(session)
+
+    return await app_state.call(work)
 
 
 @router.post(
@@ -141,6 +157,21 @@ async def read(name: Named, app_state: AppStateDep, caller: CallerDep) -> Sessio
     return await app_state.call(lambda: SessionAnswer.of(_session(app_state, caller, name)))
 
 
+@router.patch("/{name}", responses=errors(404, 507))
+async def file_session(
+    name: Named, body: FilingRequest, app_state: AppStateDep, caller: CallerDep
+) -> SessionSummary:
+    """Give a session a title, put it into a folder, pin it to the top. Its name, its address, stays."""
+    refuse_fields(body, strict=app_state.server.strict, refused={}, notes=caller.notes)
+
+    def work() -> SessionSummary:
+        session = _session(app_state, caller, name)
+        session.note(body.model_dump(include=set(FILED), exclude_none=True))
+        return SessionSummary.of(session.info)
+
+    return await app_state.call(work)
+
+
 @router.delete("/{name}", responses=errors(404, 409))
 async def delete(name: Named, app_state: AppStateDep, caller: CallerDep) -> DeletedAnswer:
     """Forget a session. Forks of it, and memories, stay."""
@@ -170,7 +201,7 @@ async def transcript(
 ) -> Response:
     """The conversation as text to read, or as a message a line."""
     parts = await app_state.call(lambda: _session(app_state, caller, name).transcript_parts(form))
-    # What is wrong with it is told before the answer begins.
+    # Errors are raised before the answer begins.
     first = await app_state.call(_pieces, parts)
 
     async def text() -> AsyncIterator[str]:
@@ -217,10 +248,57 @@ async def regenerate(
     name: Named, body: RegenerateRequest, request: Request, app_state: ServedDep, caller: CallerDep
 ) -> ChatAnswer | Response:
     """Another reply to the last message, in the place of the one there is."""
+    _check_stores(body)
     check_chat_options(body, app_state, caller.notes)
     options = chat_options(body, app_state)
     stream = await app_state.call(lambda: _session(app_state, caller, name).submit_regenerate(**options))
     return await chat_answer(stream, body, request, app_state, caller, session=name)
+
+
+@router.get("/{name}/pending", responses=errors(404))
+async def pending(name: Named, app_state: AppStateDep, caller: CallerDep) -> PendingAnswer:
+    """The turn that is being answered, or was interrupted: by a kill, the end of the server, an error, a
+    client that left."""
+    # Whichever model answers it.
+    models = [each.sessions for each in app_state.server.models.runtimes]
+
+    def work() -> PendingAnswer:
+        found = [each.get(name, caller.namespace).pending for each in models]
+        infos = [info for info in found if info is not None]
+        if len(infos) < len(found):
+            return PendingAnswer(pending=None)
+        running = any(info.running for info in infos)
+        return PendingAnswer(pending=PendingTurnAnswer.of(infos[0], running=running))
+
+    return await app_state.call(work)
+
+
+@router.post("/{name}/pending", responses=streamed(404, 409, 507), response_model=ChatAnswer)
+async def resume(
+    name: Named, body: ResumeRequest, request: Request, app_state: ServedDep, caller: CallerDep
+) -> ChatAnswer | Response:
+    """The whole reply to the pending turn, which then is a turn: what was written of it stands, and is
+    continued behind its last token; or, `again`, another one from the start."""
+    _check_stores(body)
+    check_chat_options(body, app_state, caller.notes)
+    options = given_chat_options(body, app_state)
+    stream = await app_state.call(
+        lambda: _session(app_state, caller, name).submit_resume(again=body.again, **options)
+    )
+    return await chat_answer(stream, body, request, app_state, caller, session=name)
+
+
+@router.delete("/{name}/pending", responses=errors(404, 409))
+async def discard(name: Named, app_state: AppStateDep, caller: CallerDep) -> DeletedAnswer:
+    """Forget the pending turn: what was asked, and what was written of the reply."""
+
+    def work() -> int:
+        session = _session(app_state, caller, name)
+        there = session.pending is not None
+        session.discard()
+        return int(there)
+
+    return DeletedAnswer(deleted=await app_state.call(work))
 
 
 @router.post("/{name}/append", responses=errors(404, 409, 507))
@@ -228,7 +306,7 @@ async def append(
     name: Named, body: AppendRequest, app_state: AppStateDep, caller: CallerDep
 ) -> SessionAnswer:
     """Have messages said that nobody answers yet. They are read while the engine is idle."""
-    refuse_fields(body, strict=app_state.strict, refused={}, notes=caller.notes)
+    refuse_fields(body, strict=app_state.server.strict, refused={}, notes=caller.notes)
 
     def work() -> SessionAnswer:
         session = _session(app_state, caller, name)
@@ -241,7 +319,7 @@ async def append(
 @router.post("/{name}/fork", status_code=201, responses=errors(404, 409, 507))
 async def fork(name: Named, body: ForkRequest, app_state: AppStateDep, caller: CallerDep) -> SessionAnswer:
     """A new session that starts where this one stands, or after one of its turns."""
-    refuse_fields(body, strict=app_state.strict, refused={}, notes=caller.notes)
+    refuse_fields(body, strict=app_state.server.strict, refused={}, notes=caller.notes)
     return await app_state.call(
         lambda: SessionAnswer.of(_session(app_state, caller, name).fork(body.name, turn=body.turn))
     )
@@ -252,7 +330,7 @@ async def rewind(
     name: Named, body: RewindRequest, app_state: AppStateDep, caller: CallerDep
 ) -> SessionAnswer:
     """Go back by a number of turns."""
-    refuse_fields(body, strict=app_state.strict, refused={}, notes=caller.notes)
+    refuse_fields(body, strict=app_state.server.strict, refused={}, notes=caller.notes)
 
     def work() -> SessionAnswer:
         session = _session(app_state, caller, name)
@@ -289,8 +367,9 @@ async def stop(name: Named, app_state: AppStateDep, caller: CallerDep) -> StopAn
     """End the reply that is being written. Its reader gets an end with `cancelled`; the turn is kept as far
     as it is written, if it was asked with `perdure.keep_partial`."""
     # Whichever model writes it.
+    models = [each.sessions for each in app_state.server.models.runtimes]
     return await app_state.call(
-        lambda: StopAnswer(stopped=any(_session(each, caller, name).stop() for each in app_state.by_model()))
+        lambda: StopAnswer(stopped=any(each.get(name, caller.namespace).stop() for each in models))
     )
 
 
@@ -321,7 +400,7 @@ async def wake(name: Named, app_state: ServedDep, caller: CallerDep) -> ReuseAns
 @router.post("/{name}/label", status_code=201, responses=errors(404, 507))
 async def label(name: Named, body: LabelRequest, app_state: AppStateDep, caller: CallerDep) -> MemoryAnswer:
     """Mark a point of the session as a memory, to be woken by its address."""
-    refuse_fields(body, strict=app_state.strict, refused={}, notes=caller.notes)
+    refuse_fields(body, strict=app_state.server.strict, refused={}, notes=caller.notes)
     return await app_state.call(
         lambda: MemoryAnswer.of(
             _session(app_state, caller, name).label(
@@ -357,9 +436,9 @@ def _pieces(parts: Iterator[str]) -> str:
     """The next parts of a text, as many as are worth a call of a thread; nothing at its end."""
     taken: list[str] = []
     size = 0
-    for part in parts:
-        taken.append(part)
-        size += len(part)
+    for piece in parts:
+        taken.append(piece)
+        size += len(piece)
         if size >= _PIECE:
             break
     return "".join(taken)
@@ -371,7 +450,7 @@ def _session(app_state: AppState, caller: Caller, name: str) -> Session:
 
 def _import(app_state: AppState, namespace: str, path: FilePath, name: str | None) -> ImportAnswer:
     if name is None:
-        name = str(manifest_of(path).get("name"))
+        name = str(part("manifest of an export", "upkeep")(path).get("name"))
         if (problem := name_problem(name)) is not None:
             raise ApiError(
                 422,
@@ -384,8 +463,14 @@ def _import(app_state: AppState, namespace: str, path: FilePath, name: str | Non
 
 def _read(body: SayRequest, app_state: AppState, caller: Caller) -> tuple[Sequence[Message], dict[str, Any]]:
     """What is said, and what is asked of the reply. It is called in a thread: messages may be many."""
+    _check_stores(body)
     check_chat_options(body, app_state, caller.notes)
     return _messages(body, app_state), chat_options(body, app_state)
+
+
+def _check_stores(body: ChatOptionsSchema) -> None:
+    if body.store is False:
+        raise invalid("store", "a turn of a session is kept: leave it out, or ask /v1/chat/completions")
 
 
 def _messages(body: Saying, app_state: AppState) -> Sequence[Message]:
@@ -401,7 +486,7 @@ def _messages(body: Saying, app_state: AppState) -> Sequence[Message]:
 
 async def _receive(request: Request, path: FilePath, app_state: AppState) -> None:
     """Write a body to a file as it comes, up to the limits of bytes and time."""
-    limits = app_state.limits
+    limits = app_state.server.limits
     check_length(request.scope, limits.upload_bytes)
     size, more = 0, True
     clock = asyncio.get_running_loop().time
@@ -459,24 +544,25 @@ async def search(
 ) -> MemoryList:
     """Memories that fit everything given; `text` is looked for in notes and in what was said."""
     # A search reads everything that was said.
-    in_thread = app_state.call if text is None else app_state.work
-    page = await in_thread(
-        app_state.runtime.memories.search,
+    in_thread = app_state.server.call if text is None else app_state.server.work
+    page, has_more = await in_thread(
+        app_state.runtime.memories.page,
         label=label,
         kind=kind,
         text=text,
         session=session,
         namespace=caller.namespace,
-        limit=limit + 1,
+        limit=limit,
+        nbytes=PAGE_BYTES,
         after=after,
     )
-    return MemoryList(data=[MemoryAnswer.of(memory) for memory in page[:limit]], has_more=len(page) > limit)
+    return MemoryList(data=[MemoryAnswer.of(memory) for memory in page], has_more=has_more)
 
 
 @memories.post("/wake", status_code=201, responses=errors(404, 409, 422, 507))
 async def wake_memory(body: WakeMemoryRequest, app_state: AppStateDep, caller: CallerDep) -> SessionAnswer:
     """A new session at a memory."""
-    refuse_fields(body, strict=app_state.strict, refused={}, notes=caller.notes)
+    refuse_fields(body, strict=app_state.server.strict, refused={}, notes=caller.notes)
     return await app_state.call(
         lambda: SessionAnswer.of(
             app_state.runtime.memories.wake(body.address, body.name, namespace=caller.namespace)

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from perdure.chat.prefetch import PAYER
 from perdure.errors import (
     BusyError,
     CannotRewindError,
@@ -175,7 +176,7 @@ _SERVER_WORDS = {
     "take a larger n_ctx": "have the server started with a larger --ctx",
     "Open the context with a larger n_ctx": "Have the server started with a larger --ctx",
 }
-"""What the library advises, in the words of whoever asks a server."""
+"""What the library advises, in the words of a server's client."""
 
 
 def _in_server_words(text: str) -> str:
@@ -184,17 +185,39 @@ def _in_server_words(text: str) -> str:
     return text
 
 
+_PLAIN = {
+    "store_full": "the server has no room to store this: ask again later, or tell the operator",
+    "store_unavailable": "the server cannot use its store now, and nothing was stored: ask again later",
+    "out_of_memory": "the server has no memory for this: ask again later, or ask for less",
+    "engine_unavailable": "the engine cannot answer now: ask again later",
+    "stopping": "the server is stopping: ask again once it is back",
+}
+_FAILED = "the server failed; its log says more"
+
+
+def for_client(message: str, code: str | None = None) -> str:
+    """What a client hears of a failure of the server: where keys tell clients apart, a plain sentence without
+    paths, hosts and names of the machine. The log has the whole."""
+    if PAYER.get() is None:
+        return message
+    log.error("%s: %s", code or "a failure that a client hears less of", message)
+    return _PLAIN.get(code or "", _FAILED)
+
+
 def to_api_error(error: BaseException) -> ApiError:
     """What HTTP says about an error."""
     if isinstance(error, ApiError):
         return error
-    for known, status, kind, code in _BY_CLASS:
-        # What a layer adds later is told like its parent.
+    for known, status, kind, code in BY_CLASS:
+        # An error class that a layer adds later is reported like its parent.
         if isinstance(error, known):
             tokens = (error.needed, error.fits) if isinstance(error, ContextOverflow) else (None, None)
+            message = _in_server_words(str(error)) if isinstance(error, ContextOverflow) else str(error)
+            if status >= 500 and not isinstance(error, QuotaError):
+                message = for_client(message, code)
             return ApiError(
                 status,
-                _in_server_words(str(error)) if isinstance(error, ContextOverflow) else str(error),
+                message,
                 kind=kind,
                 code=code,
                 retry_after=_RETRY.get(status),
@@ -204,7 +227,7 @@ def to_api_error(error: BaseException) -> ApiError:
     if isinstance(error, UnicodeError):
         return ApiError(400, "a text in the request is not valid Unicode", code="invalid_unicode")
     log.error("a request failed", exc_info=error)
-    return ApiError(500, "the server failed; its log says more", code="internal_error")
+    return ApiError(500, _FAILED, code="internal_error")
 
 
 def validation(problems: Sequence[Any]) -> ApiError:
@@ -225,7 +248,7 @@ def validation(problems: Sequence[Any]) -> ApiError:
 
 
 def install(app: FastAPI) -> None:
-    """Have every error of `app` told this way."""
+    """Have every error of `app` reported this way."""
 
     async def known(request: Request, error: Exception) -> Response:
         return to_api_error(error).response()
@@ -260,7 +283,7 @@ def _is_variant(part: str) -> bool:
 
 _RETRY = {429: 1, 503: 2}
 
-_BY_CLASS: tuple[tuple[type[PerdureError], int, str, str], ...] = (
+BY_CLASS: tuple[tuple[type[PerdureError], int, str, str], ...] = (
     # The most particular first.
     (ContextOverflow, 400, "invalid_request_error", "context_length_exceeded"),
     (SessionNotFoundError, 404, "not_found_error", "session_not_found"),

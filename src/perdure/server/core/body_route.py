@@ -19,8 +19,8 @@ from fastapi.routing import APIRoute
 from pydantic import ValidationError
 from starlette.responses import Response
 
-from perdure.server.core.app_state import AppState
 from perdure.server.core.schemas import RequestSchema
+from perdure.server.core.server_state import ServerState
 
 LARGE = 32 << 10
 """Bytes of a body that is read in a thread: less takes under 5 ms, whatever it holds."""
@@ -40,10 +40,8 @@ class BodyRoute(APIRoute):
         async def read_first(request: Request) -> Response:
             body = await request.body()
             if len(body) > LARGE:
-                app_state: AppState = request.app.state.app_state
-                request = _ReadRequest(
-                    request, body, await app_state.read(read_body, schema, body, app_state)
-                )
+                state: ServerState = request.app.state.server
+                request = _ReadRequest(request, body, await state.read(read_body, schema, body, state))
             return await handle(request)
 
         return read_first
@@ -81,7 +79,7 @@ def _pass_on(fields: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def read_body(schema: type[RequestSchema], body: bytes, app_state: AppState) -> RequestSchema | ValueError:
+def read_body(schema: type[RequestSchema], body: bytes, state: ServerState) -> RequestSchema | ValueError:
     """The body as its schema, or why it is no JSON."""
     try:
         fields = read_json(body)
@@ -89,7 +87,7 @@ def read_body(schema: type[RequestSchema], body: bytes, app_state: AppState) -> 
         return error
     if isinstance(fields, dict) and isinstance(messages := fields.get("messages"), list):
         # Before each of them is checked.
-        app_state.check_message_count(len(messages))
+        state.check_message_count(len(messages))
     try:
         return schema.model_validate(fields)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""Event log: a stream that is made to its end, whoever reads it, and whose events stay for a while.
+"""Event log: a stream that is made to its end, with or without readers, and whose events stay for a while.
 
     POST /v1/chat/completions {"stream": true, "perdure": {"resumable": true}}
         id: 0
@@ -29,14 +29,13 @@ from typing import Any
 from perdure.chat.message import Message
 from perdure.errors import PerdureError, SessionNotFoundError
 from perdure.server.core.api_error import ApiError, invalid
-from perdure.server.core.app_state import AppState, Caller
-from perdure.server.core.follow import EventResponse, Follower, Sink, Stream
-from perdure.server.core.protocol import SSE, Event, Events, Writer
-from perdure.server.core.visit import Visit
-from perdure.sessions.info import SessionInfo
+from perdure.server.core.app_state import AppState
+from perdure.server.core.follow import EventResponse, Follower, ReplyStream, Sink
+from perdure.server.core.protocol import SSE, Events, ProtocolEvent, Writer
+from perdure.server.core.visit import Caller, Visit
+from perdure.sessions.info import Record
 from perdure.sessions.sessions import Sessions
 from perdure.sessions.store.base import STREAM
-from perdure.sessions.turn import Turn
 
 logger = logging.getLogger("perdure.server")
 
@@ -56,7 +55,7 @@ SECONDS = 300.0
 #     seed      4711                                                                     as it was drawn
 #     prompt    9f2c...                                     a digest of the tokens that the model has read
 #
-# A record is a session of a kind of its own, under the id of its stream. It is written before anybody hears
+# A record stands in the session store, under the id of its stream. It is written before anybody hears
 # of the id, held for as long as the stream can be asked for here, and deleted then. A server that is gone
 # holds nothing any more: any other one of the same store may take the record, make the reply again, and send
 # what follows the last event that the client has.
@@ -72,7 +71,7 @@ class StreamRecord:
     """A record that this server holds. Every call may wait for the store."""
 
     sessions: Sessions
-    info: SessionInfo
+    info: Record
 
     @property
     def about(self) -> Mapping[str, Any]:
@@ -105,9 +104,8 @@ def write_record(
         return None
     try:
         # First: whatever fails here leaves nothing behind that is held.
-        sessions.expire_responses(seconds, kind=STREAM)
-        start = Turn(kind="start", messages=())
-        record = StreamRecord(sessions, store.create(namespace, name, [start], kind=STREAM, origin=about))
+        sessions.expire(STREAM, seconds)
+        record = StreamRecord(sessions, store.put(namespace, STREAM, name, about))
         store.take(record.info)
         return record
     except PerdureError as error:
@@ -120,10 +118,10 @@ def take_record(sessions: Sessions, namespace: str, name: str, *, seconds: float
     `seconds`; 409 while another server holds it."""
     store = sessions.store
     try:
-        record = StreamRecord(sessions, store.find(namespace, name))
+        record = StreamRecord(sessions, store.record(namespace, STREAM, name))
     except SessionNotFoundError:
         return None
-    if record.info.kind != STREAM or record.info.updated < time.time() - seconds:
+    if record.info.updated < time.time() - seconds:
         return None
     if not store.take(record.info):
         raise ApiError(
@@ -142,8 +140,8 @@ def prompt_digest(tokens: Sequence[int]) -> str:
 
 
 def not_resumable(why: str) -> ApiError:
-    """Of a stream that is known, and cannot be gone on with."""
-    return ApiError(409, f"this stream cannot be gone on with: {why}", code="stream_not_resumable")
+    """Of a stream that is known, and cannot be resumed."""
+    return ApiError(409, f"this stream cannot be resumed: {why}", code="stream_not_resumable")
 
 
 # Event logs.
@@ -157,7 +155,7 @@ class EventLog(Sink):
 
     def __init__(
         self,
-        stream: Stream[Any, Any],
+        stream: ReplyStream[Any, Any],
         writer: Writer[Any, Any],
         app_state: AppState,
         caller: Caller,
@@ -179,7 +177,7 @@ class EventLog(Sink):
         self.is_open = True
         self.finished = False
         self.nbytes = 0
-        self._events: deque[Event] = deque()
+        self._events: deque[ProtocolEvent] = deque()
         self._first = 0
         """The number of the first event that is there."""
         self._news = asyncio.Event()
@@ -201,6 +199,7 @@ class EventLog(Sink):
             messages=messages,
         )
         self.task = asyncio.ensure_future(self._make())
+        app_state.server.keep(self.task)
 
     @property
     def count(self) -> int:
@@ -241,14 +240,14 @@ class EventLog(Sink):
             else:
                 await self._news.wait()
 
-    def number(self, event: Event, number: int) -> Event:
+    def number(self, event: ProtocolEvent, number: int) -> ProtocolEvent:
         """An event as it is sent to a reader."""
         return event._replace(id=b"%d" % number)
 
     def write(self, events: Events) -> bool:
         if self._account is not None and not self._account.is_good:
             self.withdrawn = True
-            self.follower.cancel()
+            self.follower.interrupt("its key was withdrawn")
         self._events += events
         self.nbytes += sum(map(_size, events))
         while self.nbytes > _LOG_BYTES and len(self._events) > 1:
@@ -261,7 +260,7 @@ class EventLog(Sink):
         """Its last events. One that the end of the server interrupts, and another server can go on with, has
         none: its readers come back."""
         self._error, record = error, self._record
-        if record is not None and error is not None and self._app_state.stopping and record.outlives:
+        if record is not None and error is not None and self._app_state.server.stopping and record.outlives:
             await self._app_state.call(record.release)
             return
         cut = any(reply.finish_reason in ("cancelled", "error") for reply in self.follower.replies)
@@ -270,10 +269,11 @@ class EventLog(Sink):
             await self._app_state.call(record.delete)
         await self.send(events)
 
-    async def drop(self) -> None:
+    def drop(self) -> None:
         """Called when nobody can ask for it any more."""
         if self._record is not None:
-            await self._app_state.call(self._record.delete)
+            call = self._app_state.call(self._record.delete)
+            self._app_state.server.keep(asyncio.ensure_future(call))
 
     async def _send(self, events: Events) -> None:
         self.write(events)
@@ -286,7 +286,7 @@ class EventLog(Sink):
         await self._news.wait()
 
     async def _make(self) -> None:
-        """Make the reply to its end, whoever reads it."""
+        """Make the reply to its end, with or without readers."""
         try:
             await self.follower.write_to(self)
         finally:
@@ -314,7 +314,7 @@ class LogReader:
 
 
 def followed(log: EventLog, after: int, app_state: AppState) -> EventResponse:
-    return EventResponse(LogReader(log, after), SSE, app_state.limits)
+    return EventResponse(LogReader(log, after), SSE, app_state.server.limits)
 
 
 class EventLogs:
@@ -322,7 +322,6 @@ class EventLogs:
 
     def __init__(self) -> None:
         self._logs: dict[tuple[str, str], EventLog] = {}
-        self._dropping: set[asyncio.Future[None]] = set()
 
     def add(self, namespace: str, name: str, log: EventLog) -> None:
         key = (namespace, name)
@@ -338,9 +337,7 @@ class EventLogs:
 
     def _drop(self, key: tuple[str, str]) -> None:
         if (log := self._logs.pop(key, None)) is not None:
-            dropping = asyncio.ensure_future(log.drop())
-            self._dropping.add(dropping)
-            dropping.add_done_callback(self._dropping.discard)
+            log.drop()
 
     def _ended(self, key: tuple[str, str]) -> None:
         asyncio.get_running_loop().call_later(SECONDS, self._drop, key)
@@ -380,5 +377,5 @@ def _ended_early() -> ApiError:
     return not_resumable("its reply was made again, and ended before the event that was named")
 
 
-def _size(event: Event) -> int:
+def _size(event: ProtocolEvent) -> int:
     return len(event.data) + len(event.name) + 100

@@ -12,6 +12,7 @@ event is sent, an error is raised and becomes a status; afterwards it is an even
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
@@ -23,10 +24,12 @@ from starlette.types import Receive, Scope, Send
 from perdure.chat.message import Message
 from perdure.chat.reply import ChatReply
 from perdure.decode.request import Reply, Usage
+from perdure.runtime import Runtime
 from perdure.server.core.api_error import ApiError, ClientLeft, deadline, stopping, to_api_error
-from perdure.server.core.app_state import AppState, Caller
-from perdure.server.core.protocol import Ending, Event, Events, Framing, Writer, protocol_at
+from perdure.server.core.app_state import AppState
+from perdure.server.core.protocol import Ending, Events, Framing, ProtocolEvent, Writer, protocol_at
 from perdure.server.core.settings import Limits
+from perdure.server.core.visit import CANCELLED, LEFT, STOPPED, Caller
 
 log = logging.getLogger("perdure.server")
 
@@ -35,6 +38,8 @@ T = TypeVar("T")
 WRITE = "perdure.write"
 """The extension of a scope that sends an event past all layers. It gives False where that cannot be."""
 
+
+_numbers = itertools.count()
 
 # What is followed.
 
@@ -45,7 +50,7 @@ D_co = TypeVar("D_co", bound=Ending, covariant=True)
 R_co = TypeVar("R_co", bound=Ending, covariant=True)
 
 
-class Stream(Protocol[D_co, R_co]):
+class ReplyStream(Protocol[D_co, R_co]):
     """What a follower asks of a reply being made, of a prompt or of a conversation."""
 
     @property
@@ -58,6 +63,10 @@ class Stream(Protocol[D_co, R_co]):
         ...
 
     def cancel(self) -> None: ...
+    def interrupt(self, why: str) -> None:
+        """Cancel it though its client did not ask for that: a turn of a session stays pending."""
+        ...
+
     def stop(self) -> None:
         """Cancel it because no more is wanted."""
         ...
@@ -70,7 +79,7 @@ class Stream(Protocol[D_co, R_co]):
 
 
 class Sink:
-    """Where events go. One task sends to it; `write` is for whoever has a token in hand."""
+    """Where events go. One task sends to it; `write` is for code that has a token in hand."""
 
     def __init__(self) -> None:
         self.is_open = False
@@ -134,17 +143,17 @@ class HttpSink(Sink):
         await self._asgi_send({"type": "http.response.body", "body": body, "more_body": more})
 
 
-class Source(Protocol):
+class EventSource(Protocol):
     """Something that writes events to a sink until it ends: a follower, or a log of events."""
 
     async def write_to(self, sink: Sink) -> None: ...
     def keep_alive(self) -> Events: ...
     def close(self) -> None:
-        """Called once, when nobody reads it any more."""
+        """Called once, after the last write."""
         ...
 
 
-async def deliver(source: Source, sink: Sink, leaving: Awaitable[object], limits: Limits) -> None:
+async def deliver(source: EventSource, sink: Sink, leaving: Awaitable[object], limits: Limits) -> None:
     """Have a source write to its client until it ends, the client leaves, or the client stops reading.
 
     Looking after the client is done beside the sending and not for each event: that takes a tenth off what
@@ -164,7 +173,7 @@ async def deliver(source: Source, sink: Sink, leaving: Awaitable[object], limits
 
 
 async def _watch(
-    source: Source, sink: Sink, sending: asyncio.Future[Any], left: asyncio.Future[Any], limits: Limits
+    source: EventSource, sink: Sink, sending: asyncio.Future[Any], left: asyncio.Future[Any], limits: Limits
 ) -> None:
     """Send keep-alives; return when all is sent, or when nobody reads it any more."""
     clock = asyncio.get_running_loop().time
@@ -192,9 +201,9 @@ async def _watch(
 
 
 class EventResponse(Response):
-    """What a source writes, as an answer. What goes wrong before its first event has a status of its own."""
+    """What a source writes, as an answer. An error before its first event has its HTTP status."""
 
-    def __init__(self, source: Source, framing: Framing, limits: Limits) -> None:
+    def __init__(self, source: EventSource, framing: Framing, limits: Limits) -> None:
         self.status_code = 200
         self.background = None
         self.media_type = framing.media_type
@@ -234,7 +243,7 @@ class Follower(Generic[D, R]):
 
     def __init__(
         self,
-        stream: Stream[D, R],
+        stream: ReplyStream[D, R],
         app_state: AppState,
         caller: Caller,
         *,
@@ -252,22 +261,39 @@ class Follower(Generic[D, R]):
         self._writer = writer
         self._session = session
         self._messages = messages
-        self._seconds = app_state.seconds(timeout)
+        self._seconds = app_state.server.seconds(timeout)
         self._is_counted = False
-        self._pending: list[Event] = []
+        self._pending: list[ProtocolEvent] = []
         """Events that come before all others, or could not be sent at once."""
+        self.number = next(_numbers)
         self.replies: Sequence[R] = ()
         """Once the stream has ended: its replies, as far as it has some."""
         # The engine minds the time between its steps; this also ends a long one in its middle.
-        self._timer = asyncio.get_running_loop().call_later(self._seconds, stream.cancel)
-        app_state.running.add(self)
-        app_state.replies.add(self)
-        if app_state.stopping:
-            self.cancel()
+        self._timer = asyncio.get_running_loop().call_later(
+            self._seconds, stream.interrupt, "its time was up"
+        )
+        app_state.server.replies.add(self)
+        if app_state.server.stopping:
+            self.interrupt(STOPPED)
 
     def cancel(self) -> None:
+        """End it for good, as its client asked."""
         self._timer.cancel()
         self._stream.cancel()
+
+    def interrupt(self, why: str) -> None:
+        """End it though its client did not ask for that."""
+        self._timer.cancel()
+        self._stream.interrupt(why)
+
+    @property
+    def runtime(self) -> Runtime:
+        return self._app_state.runtime
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether something was read or written for it. Progress is reported now and then."""
+        return self._stream.prompt_read > 0 or self._stream.usage.completion_tokens > 0
 
     def stop(self, namespace: str, request_id: str) -> bool:
         """End the stream as its client asked, if it is of that request. What there is of it is sent."""
@@ -279,10 +305,11 @@ class Follower(Generic[D, R]):
         return True
 
     def close(self) -> None:
-        """Nobody reads it any more: what was computed until now is paid for."""
-        self.cancel()
+        """Nothing more is sent: the tokens computed until now count against the client's limit."""
+        self._timer.cancel()
         if not self._is_counted:
             self._is_counted = True
+            self.interrupt(STOPPED if self._app_state.server.stopping else "its client left")
             usage = self._stream.usage
             self._caller.charge(usage.prompt_tokens, usage.completion_tokens)
 
@@ -300,7 +327,8 @@ class Follower(Generic[D, R]):
             return None
         # For a client who is still there, nothing else ends one. Which clock was first, the engine's or ours,
         # says nothing: on a busy machine they are far apart.
-        return stopping() if self._app_state.stopping else deadline(self._seconds)
+        ending = self._app_state.server.stopping or getattr(self._stream, "interrupted", "") == STOPPED
+        return stopping() if ending else deadline(self._seconds)
 
     # As the source of a stream of events.
 
@@ -329,7 +357,7 @@ class Follower(Generic[D, R]):
             if error is None:
                 last = writer.end(replies)
         except asyncio.CancelledError:
-            notes["left"] = True
+            notes["ended"] = LEFT
             raise
         except Exception as failure:
             if not sink.is_open:
@@ -338,16 +366,16 @@ class Follower(Generic[D, R]):
         if error is not None and not sink.is_open:
             raise error
         if error is not None:
-            notes["error"] = error.code or error.kind
+            notes.update(error=error.code or error.kind, status=error.status)
             last = writer.error(error)
         try:
             await sink.close([*self._take_pending(), *last], error)
         except asyncio.CancelledError:
-            notes["left"] = True
+            notes["ended"] = LEFT
             raise
 
     def _take(self, deltas: Sequence[D], sink: Sink) -> bool:
-        """Send what is new: every token comes here, straight from whoever reads what the engine says."""
+        """Send what is new: every token comes here, straight from the engine's reader."""
         assert self._writer is not None
         write = self._writer.delta
         events = write(deltas[0]) if len(deltas) == 1 else [each for delta in deltas for each in write(delta)]
@@ -355,7 +383,7 @@ class Follower(Generic[D, R]):
         if not events or (not self._pending and sink.write(events)):
             return True
         self._pending += events
-        # A reply that ends by an error before anything was sent has a status of its own.
+        # A reply that ends by an error before anything was sent has its HTTP status.
         return not sink.is_open and deltas[0].finish_reason in ("error", "cancelled")
 
     def _take_pending(self) -> Events:
@@ -370,6 +398,8 @@ class Follower(Generic[D, R]):
         return self.replies
 
     def _count(self, replies: Sequence[Reply] | Sequence[ChatReply]) -> None:
+        if getattr(self._stream, "stopped", False):
+            self._caller.notes["ended"] = CANCELLED
         # The samples of a prompt share it.
         prompt = sum(reply.usage.prompt_tokens for reply in replies if reply.index == 0)
         written = sum(reply.usage.completion_tokens for reply in replies)
@@ -378,8 +408,8 @@ class Follower(Generic[D, R]):
             usage = self._stream.usage
             prompt, written = max(prompt, usage.prompt_tokens), max(written, usage.completion_tokens)
         self._caller.charge(prompt, written)
-        self._app_state.record(replies, self._caller, self._session, listed=self._listed)
-        if self._app_state.log_text:
+        self._app_state.server.ledger.record(replies, self._caller, self._session, listed=self._listed)
+        if self._app_state.server.log_text:
             notes = self._caller.notes
             if self._messages:
                 notes["messages"] = [message.to_dict() for message in self._messages]
@@ -387,7 +417,7 @@ class Follower(Generic[D, R]):
 
 
 async def answer(
-    stream: Stream[D, R],
+    stream: ReplyStream[D, R],
     request: Request,
     app_state: AppState,
     caller: Caller,
@@ -403,9 +433,10 @@ async def answer(
         stream, app_state, caller, writer=writer, timeout=timeout, session=session, messages=messages
     )
     if writer is not None:
-        return EventResponse(follower, protocol_at(request.scope).framing, app_state.limits)
+        return EventResponse(follower, protocol_at(request.scope).framing, app_state.server.limits)
     replies = await follower.whole(request)
     if (error := follower.cut(replies)) is not None:
+        caller.notes["error"] = error.code or error.kind
         raise error
     return whole(replies)
 

@@ -1,4 +1,4 @@
-"""Who may come in, whose namespace that is, until when, and how much of the server it may use."""
+"""Keys: which clients may use the server, in which namespace, until when, and how much."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import secrets
 import threading
 import time
 import tomllib
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,9 +21,10 @@ from typing import Any
 
 import anyio.to_thread
 
-from perdure.atomic import atomic_write
+from perdure.atomic import atomic_write, read_file, read_text
 from perdure.checks import is_whole
 from perdure.errors import InvalidInputError
+from perdure.events.background import BackgroundTimer
 from perdure.sessions.store.base import Quota
 
 log = logging.getLogger("perdure.server")
@@ -53,7 +55,7 @@ class Key:
     sessions: int | None = None
     """Sessions and stored responses of its namespace."""
     stored_bytes: int | None = None
-    """Of the turns of its namespace: texts, tokens and settings."""
+    """Of all sessions, stored responses, turns and memories of its namespace."""
 
     def __post_init__(self) -> None:
         if not _NAMESPACE.fullmatch(self.namespace):
@@ -124,7 +126,7 @@ class KeyUsage:
         self._changing = threading.Lock()
         self._requests: dict[str, deque[float]] = {}
         self._days: dict[str, dict[int, DayUsage]] = _read_usage(path)
-        self._timer: threading.Timer | None = None
+        self._timer: BackgroundTimer | None = None
 
     def days(self, key: Key) -> dict[str, DayUsage]:
         """What a key has used, by the dates of days, the first one first."""
@@ -150,8 +152,7 @@ class KeyUsage:
 
     def _changed(self) -> None:
         if self._path is not None and self._timer is None:
-            self._timer = threading.Timer(SAVED_AFTER, self.save)
-            self._timer.daemon = True
+            self._timer = BackgroundTimer(SAVED_AFTER, self.save, name="perdure-usage")
             self._timer.start()
 
     def _today(self, key: Key, day: int) -> DayUsage:
@@ -163,6 +164,13 @@ class KeyUsage:
     waits = False
     """Whether `admit` may wait for another machine: it is then called in a thread."""
 
+    def tokens_left(self, key: Key, now: float) -> int | None:
+        """What a key may still use today; None is without a bound."""
+        if key.tokens_per_day is None:
+            return None
+        with self._changing:
+            return max(0, key.tokens_per_day - self._today(key, int(now // _DAY)).tokens)
+
     def admit(self, key: Key, now: float, clock: float) -> OverLimit | None:
         """Count a request, or say why it has to wait. Days go by the time `now`, minutes by a `clock` that
         never jumps."""
@@ -173,7 +181,7 @@ class KeyUsage:
                 left = int((day + 1) * _DAY - now) + 1
                 return OverLimit(
                     f"this key has used {used} tokens today, {key.tokens_per_day} are allowed: ask again "
-                    "after 00:00 UTC, or ask whoever runs the server for more",
+                    "after 00:00 UTC, or ask the operator of the server for more",
                     left,
                 )
         left_of_minute = self._minute(key, clock) if key.requests_per_minute is not None else None
@@ -227,6 +235,10 @@ class KeyAccount:
     async def admit(self) -> OverLimit | None:
         return await self.keys.admit(self.keys.live(self.key.digest) or self.key)
 
+    @property
+    def tokens_left(self) -> int | None:
+        return self.keys.usage.tokens_left(self.keys.live(self.key.digest) or self.key, time.time())
+
     def spend(self, prompt: int, completion: int = 0) -> None:
         self.keys.usage.spend(self.key, time.time(), prompt=prompt, completion=completion)
 
@@ -276,6 +288,11 @@ class Keys:
     def namespaces(self) -> list[str]:
         return sorted({key.namespace for key in self})
 
+    def manages(self, namespace: str) -> bool:
+        """Whether a caller decides for all, such as when a model is unloaded: where there are keys, the
+        operator alone."""
+        return not self.required or namespace == METRICS
+
     def quota(self, namespace: str) -> Quota:
         """What a namespace may store: the smallest bound among its keys."""
         keys = [key for key in self if key.namespace == namespace]
@@ -316,9 +333,34 @@ class Keys:
         return cls(keys, path=path)
 
 
+class KeyStore(ABC):
+    """Keys that are kept with the sessions of several servers. A call may wait, and raise `StoreError`."""
+
+    @abstractmethod
+    def keys(self) -> list[Key]: ...
+
+    @abstractmethod
+    def add(self, key: Key) -> None: ...
+
+    @abstractmethod
+    def withdraw(self, key: Key) -> None: ...
+
+    @abstractmethod
+    def usage(self) -> KeyUsage:
+        """What each key has used, on all servers."""
+
+    @abstractmethod
+    def share(self, keys: Keys, changed: Callable[[], object]) -> None:
+        """Count what `keys` use here from now on, and, unless they are in a file, have these keys there. When
+        they are others than before, `changed` is called, in a thread."""
+
+
 def usage_file(keys: Path) -> Path:
     """Where it is written what the keys of a file have used."""
     return keys.with_name(f"{keys.name}.usage")
+
+
+_USAGE_BYTES = 64 << 20
 
 
 def _read_usage(path: Path | None) -> dict[str, dict[int, DayUsage]]:
@@ -326,7 +368,7 @@ def _read_usage(path: Path | None) -> dict[str, dict[int, DayUsage]]:
     if path is None:
         return {}
     try:
-        table = json.loads(path.read_bytes())
+        table = json.loads(read_file(path, _USAGE_BYTES))
         return {
             str(digest): {int(day): DayUsage(**usage) for day, usage in days.items()}
             for digest, days in table.items()
@@ -366,7 +408,7 @@ def new_key(
 
 def _read(path: Path) -> list[Key]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, regular=False)
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInputError(f"the keys in {path} cannot be read: {error}") from None
     return _toml(path, text) if path.suffix.lower() == ".toml" else _lines(path, text)

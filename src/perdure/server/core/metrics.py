@@ -1,4 +1,4 @@
-"""Metrics for Prometheus."""
+"""What a server counts: metrics for Prometheus, and a ledger of usage behind them, keys and reports."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import os
+import shutil
 import threading
 import time
 from collections import deque
@@ -22,14 +23,16 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from perdure import system
-from perdure.atomic import atomic_write
+from perdure.atomic import atomic_write, read_file
 from perdure.chat.difference import Miss
 from perdure.chat.reply import ChatReply
 from perdure.decode.request import Reply, ReuseReport, Timings, Usage
 from perdure.errors import ClosedError, PerdureError
+from perdure.events.background import BackgroundTimer
 
 if TYPE_CHECKING:
     from perdure.runtime import Runtime
+    from perdure.server.core.visit import Caller
 
 log = logging.getLogger("perdure.server")
 
@@ -39,10 +42,10 @@ _SPEEDS = (1, 2, 5, 10, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000, 2000)
 
 
 class Metrics:
-    """Counts of one server. What the engine itself knows is asked of it when somebody looks."""
+    """Counts of one server. What the engine itself knows is read when metrics are read."""
 
-    def __init__(self, runtimes: Callable[[], Sequence[Runtime]]) -> None:
-        """`runtimes` gives those whose engines are known at the moment."""
+    def __init__(self, runtimes: Callable[[], Sequence[Runtime]], folder: Path | None = None) -> None:
+        """`runtimes` gives those whose engines are known at the moment; `folder` is that of the store."""
         self.registry = CollectorRegistry()
         counter = partial(Counter, registry=self.registry)
         histogram = partial(Histogram, registry=self.registry)
@@ -85,6 +88,8 @@ class Metrics:
         )
         self._finished = counter("perdure_replies", "Replies by how they ended", ("finish_reason",))
         self.registry.register(_Engine(runtimes))
+        if folder is not None:
+            self.registry.register(_Disk(folder))
 
     def request(self, method: str, route: str, status: int, seconds: float) -> None:
         self._requests.labels(method if method in _METHODS else "other", route, str(status)).inc()
@@ -125,6 +130,27 @@ class Metrics:
     def text(self) -> bytes:
         """All metrics in Prometheus' text format. It may wait for the engine."""
         return generate_latest(self.registry)
+
+
+class _Disk(Collector):
+    """The disk on which the store is."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        try:
+            disk = shutil.disk_usage(self._folder)
+        except OSError:
+            return
+        for name, what, value in (
+            ("perdure_disk_bytes", "Size of the disk on which the store is", disk.total),
+            ("perdure_disk_free_bytes", "Of it, what is free for the server", disk.free),
+        ):
+            yield GaugeMetricFamily(name, what, value=value)
 
 
 class _Engine(Collector):
@@ -229,13 +255,13 @@ def written_bytes(runtimes: Iterable[Runtime]) -> dict[int, int]:
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
-# The last requests, for whoever wants to see what was reused and why not more.
+# The last requests, for an operator who wants to see what was reused and why not more.
 
 _KEPT = 200
 """Of each namespace."""
 _NAMESPACES = 256
 _CLIENTS = 16
-"""That are told apart in a report, for each cause."""
+"""That a report lists separately, for each cause."""
 _WEEK = 7
 """Days that a report goes back."""
 _DAY = 86_400
@@ -328,7 +354,7 @@ class DailyReports:
         written: Callable[[], Mapping[int, int]] = dict,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`written` tells how many bytes each engine has written since it started; it may wait."""
+        """`written` returns the bytes that each engine has written since it started; it may wait."""
         self._path = path
         self._ask_written = written
         self._clock = clock
@@ -337,7 +363,7 @@ class DailyReports:
         self._written: dict[int, int] = {}
         self._last_written: dict[int, int] = {}
         """What each engine had written when it was asked last."""
-        self._timer: threading.Timer | None = None
+        self._timer: BackgroundTimer | None = None
         self._read()
 
     def add(self, namespace: str, request: RecentRequest) -> None:
@@ -346,8 +372,7 @@ class DailyReports:
             if namespace in reports or len(reports) < _NAMESPACES:
                 reports.setdefault(namespace, Report(since=self._clock())).add(request)
             if self._path is not None and self._timer is None:
-                self._timer = threading.Timer(_SAVED_AFTER, self.save)
-                self._timer.daemon = True
+                self._timer = BackgroundTimer(_SAVED_AFTER, self.save, name="perdure-report")
                 self._timer.start()
 
     def week(self, namespace: str) -> list[tuple[str, Report, int]]:
@@ -369,11 +394,13 @@ class DailyReports:
         """Write what there is to the file. A disk that is full loses no more than this."""
         if self._path is None:
             return
-        self._count_written()
         with self._lock:
+            # Before anything that may fail: the next request is to start another one.
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
+        self._count_written()
+        with self._lock:
             days = {
                 str(day): {namespace: asdict(report) for namespace, report in reports.items()}
                 for day, reports in self._days.items()
@@ -408,9 +435,7 @@ class DailyReports:
         if self._path is None:
             return
         try:
-            if self._path.stat().st_size > _FILE_BYTES:
-                raise ValueError("larger than any that is written here")
-            table = json.loads(self._path.read_bytes())
+            table = json.loads(read_file(self._path, _FILE_BYTES))
             self._days = {
                 int(day): {
                     str(namespace): Report.from_json(report)
@@ -426,27 +451,60 @@ class DailyReports:
             log.warning("%s is not read: %s", self._path, error)
 
 
-class RecentRequests:
-    """The last requests of each namespace, in memory. Safe from any thread.
+class UsageLedger:
+    """What was computed, for whom: each stream is an entry, and metrics, what a key has used, the latest
+    requests of a namespace and the reports of its days follow from it. Safe from any thread.
 
-    Numbers count up within a namespace, so that they tell nobody what others ask.
+    Numbers of requests count up within a namespace, so that they tell nobody what others ask.
     """
 
-    def __init__(self, daily: DailyReports | None = None) -> None:
-        self.daily = daily or DailyReports()
+    def __init__(
+        self, runtimes: Callable[[], Sequence[Runtime]] = tuple, *, folder: Path | None = None
+    ) -> None:
+        """`runtimes` gives those whose engines are known at the moment. In `folder`, reports outlast it."""
+        self.metrics = Metrics(runtimes, folder)
+        path = None if folder is None else folder / REPORT
+        self.daily = DailyReports(path, written=lambda: written_bytes(runtimes()))
+        self.not_kept = 0
+        """Turns that the store refused, since the server started."""
         self._lock = threading.Lock()
         self._of: dict[str, deque[RecentRequest]] = {}
         self._numbers: dict[str, itertools.count[int]] = {}
         self._totals: dict[str, Report] = {}
 
-    def add(
+    def record(
         self,
-        namespace: str,
         replies: Sequence[Reply] | Sequence[ChatReply],
-        session: str | None,
-        agent: str = "",
+        caller: Caller,
+        session: str | None = None,
+        *,
+        listed: bool = True,
     ) -> None:
-        first = replies[0]
+        """Count what came of a stream. Of several in one request, one is `listed` in the latest requests."""
+        for reply in replies:
+            self.metrics.reply(reply, caller.namespace)
+            if isinstance(reply, ChatReply) and reply.could_not_be_kept:
+                self.not_kept += 1
+                log.warning(
+                    "a turn of session %r in namespace %r could not be kept: %s",
+                    session,
+                    caller.namespace,
+                    reply.not_kept,
+                )
+        first, notes = replies[0], caller.notes
+        miss = first.miss if isinstance(first, ChatReply) else None
+        if listed:
+            self._list(first, miss, caller.namespace, session or caller.session, caller.agent)
+        notes["reuse"] = _reuse_text(first.reuse, miss)
+        cached = sum(reply.usage.cached_tokens for reply in replies if reply.index == 0)
+        notes["cached_tokens"] = notes.get("cached_tokens", 0) + cached
+        notes["finish_reason"] = first.finish_reason
+        if caller.account is not None:
+            caller.account.reply(cached)
+
+    def _list(
+        self, reply: Reply | ChatReply, miss: Miss | None, namespace: str, session: str | None, agent: str
+    ) -> None:
         with self._lock:
             # The one that asked last stands last: the first goes when there are too many.
             recent = self._of.pop(namespace, None) or deque(maxlen=_KEPT)
@@ -456,12 +514,12 @@ class RecentRequests:
                     number=next(self._numbers.setdefault(namespace, itertools.count(1))),
                     ended=time.time(),
                     session=session,
-                    finish_reason=first.finish_reason,
-                    usage=first.usage,
-                    reuse=first.reuse,
-                    timings=first.timings,
+                    finish_reason=reply.finish_reason,
+                    usage=reply.usage,
+                    reuse=reply.reuse,
+                    timings=reply.timings,
                     agent=agent,
-                    miss=first.miss if isinstance(first, ChatReply) else None,
+                    miss=miss,
                 )
             )
             self._totals.setdefault(namespace, Report()).add(recent[-1])
@@ -480,3 +538,11 @@ class RecentRequests:
         with self._lock:
             recent = list(self._of.get(namespace, ()))
         return [each for each in reversed(recent) if before is None or each.number < before][:limit]
+
+
+def _reuse_text(reuse: ReuseReport, miss: Miss | None) -> str:
+    """What was reused, for a header: `slot=812, computed=33; tools: read_file is new`. No text of a
+    conversation is in it."""
+    counts = [f"{tier}={count}" for tier, count in reuse.tiers.items()]
+    text = ", ".join([*counts, f"computed={reuse.computed}"])
+    return f"{text}; {miss.why}" if miss is not None else text

@@ -22,6 +22,7 @@ import numpy as np
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from perdure.chat.prefetch import PAYER
 from perdure.server.core.api_error import (
     PROTOCOL,
     ApiError,
@@ -31,12 +32,12 @@ from perdure.server.core.api_error import (
     to_api_error,
     unauthorised,
 )
-from perdure.server.core.app_state import AppState
 from perdure.server.core.keys import METRICS, Key, KeyAccount, Keys
 from perdure.server.core.metrics import Metrics
 from perdure.server.core.protocol import OPENAI, Protocol, protocol_at
+from perdure.server.core.server_state import ServerState
 from perdure.server.core.settings import AllowedHosts, Limits, host_name
-from perdure.server.core.visit import SESSION
+from perdure.server.core.visit import LEFT, NO_SESSION, SESSION
 
 # Access log. One line and one count for every request, whatever happens to it.
 
@@ -44,8 +45,8 @@ log = logging.getLogger("perdure.server")
 
 _ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _CHECKS = frozenset({"/health", "/ready"})
-LEFT = 499
-"""The status, in logs and metrics only, of a request whose client went away."""
+CUT = 499
+"""The status, in logs and metrics only, of a request whose client went away, or had its reply cancelled."""
 
 
 def _header_text(name: str) -> str:
@@ -83,7 +84,7 @@ def session_id(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
     return header if header is not None and _SESSION_ID.fullmatch(header) else None
 
 
-class JsonLines(logging.Handler):
+class JsonLinesHandler(logging.Handler):
     """Log records as lines of JSON. A line never has a message of a conversation in it unless asked to."""
 
     def __init__(self, out: TextIO) -> None:
@@ -144,6 +145,8 @@ class AccessLog:
                     message["headers"].append(
                         (b"x-perdure-session", _header_text(session_name).encode("ascii"))
                     )
+                if why := notes.get(NO_SESSION):
+                    message["headers"].append((b"x-perdure-no-session", _header_text(why).encode("ascii")))
                 if ignored := notes.get("ignored"):
                     names = ", ".join(map(_header_text, ignored))
                     message["headers"].append((b"x-perdure-ignored", names.encode("ascii")))
@@ -154,15 +157,17 @@ class AccessLog:
         try:
             await self._app(scope, receive, noted)
         except ClientLeft:
-            status = LEFT
+            notes["ended"] = LEFT
         except Exception as error:
-            # The application has answered where it could, and told the log.
+            # The application has answered where it could, and logged the error.
             if not status:
                 await to_api_error(error).response()(scope, receive, noted)
         finally:
             notes.pop(SESSION, None)
-            if notes.pop("left", False):
-                status = LEFT
+            # A stream has sent its head before anybody knew how it ends.
+            if status == CUT:
+                notes.setdefault("ended", LEFT)
+            status = CUT if "ended" in notes else notes.pop("status", status)
             seconds = time.perf_counter() - started
             route = getattr(scope.get("route"), "path", "unmatched")
             self._metrics.request(scope["method"], route, status, seconds)
@@ -174,14 +179,14 @@ class AccessLog:
                 "seconds": round(seconds, 6),
                 **notes,
             }
-            # Routers ask these every second: what is well is not told at the usual level.
+            # Routers ask these every second: success is logged at debug level.
             level = logging.DEBUG if route in _CHECKS and status < 400 else logging.INFO
             log.log(level, "request", extra={"fields": fields})
 
 
 # Host and origin check. Refuses requests that a web page of another site makes.
 #
-# A server without keys trusts whoever reaches it, and a browser on this machine reaches it for any page it
+# A server without keys trusts any client, and a browser on this machine reaches it for any page it
 # shows: by a name that the page's owner points at 127.0.0.1 (DNS rebinding), or by a cross-site request.
 
 _OWN = (b"same-origin", b"none")
@@ -190,14 +195,14 @@ _OWN = (b"same-origin", b"none")
 class HostCheck:
     """Lets a request pass if its Host is one of the server's, and no foreign page of a browser makes it."""
 
-    def __init__(self, app: ASGIApp, app_state: AppState) -> None:
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
         """Its hosts are those of this moment: they can change while the server runs. None lets all pass."""
         self._app = app
-        self._app_state = app_state
+        self._state = state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         checked = scope["type"] in ("http", "websocket") and not _is_local_socket(scope)
-        hosts = self._app_state.hosts if checked else None
+        hosts = self._state.hosts if checked else None
         if hosts is not None and (refused := _refused(hosts, scope)) is not None:
             await refuse(refused, scope, receive, send)
             return
@@ -240,13 +245,13 @@ def _forbidden(message: str, *, code: str) -> ApiError:
 class Cors:
     """Adds the headers of CORS for the origins of this moment: they can change while the server runs."""
 
-    def __init__(self, app: ASGIApp, app_state: AppState) -> None:
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self._app = app
-        self._app_state = app_state
+        self._state = state
         self._answered: tuple[tuple[str, ...], ASGIApp] = ((), app)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        origins = self._app_state.origins
+        origins = self._state.origins
         if origins != self._answered[0]:
             self._answered = origins, self._with(origins)
         await self._answered[1](scope, receive, send)
@@ -259,7 +264,13 @@ class Cors:
             allow_origins=origins,
             allow_methods=("*",),
             allow_headers=("*",),
-            expose_headers=("x-request-id", "x-session-id", "x-perdure-session", "retry-after"),
+            expose_headers=(
+                "x-request-id",
+                "x-session-id",
+                "x-perdure-session",
+                "x-perdure-no-session",
+                "retry-after",
+            ),
         )
 
 
@@ -267,12 +278,13 @@ class Cors:
 
 OPEN = frozenset({"/", "/health", "/ready", "/openapi.json"})
 """What anybody may ask for: whether the server lives, and how to speak to it."""
-OPERATOR = frozenset({"/metrics", "/v1/usage", "/v1/events", "/v1/models/pull", "/api/pull"})
-"""What the operator's keys open."""
+OPERATOR = frozenset({"/metrics", "/v1/usage", "/v1/catalogue", "/v1/events", "/v1/models/pull", "/api/pull"})
+"""What the operator's keys open, besides `/v1/models/NAME/load` and `unload`."""
+_LOADING = re.compile(r"/v1/models/.+/(un)?load")
 _OPERATOR_ONLY = frozenset({"/metrics", "/v1/events", "/v1/models/pull"})
-"""What no other key opens: it tells of everybody's requests, or has the server fetch something."""
+"""What no other key opens: it shows everybody's requests, or has the server fetch something."""
 _READING = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})
-"""Methods that no quota limits: whoever has used up a day still reads, exports and deletes what is theirs."""
+"""Methods that no quota limits: a client over its daily limit still reads, exports and deletes its data."""
 _STOP = "/stop"
 ASSETS = "/page/"
 """Where the files of the page lie, each under a name with its digest. Anybody may load the page itself: what
@@ -304,6 +316,8 @@ class Auth:
         scope["state"].update(namespace=key.namespace if key is not None else "", account=account)
         if key is not None:
             notes["namespace"] = key.namespace
+        # Also for what is read ahead once the answer is out, in whichever thread that is asked for.
+        PAYER.set(account)
         await self._app(scope, receive, send)
 
     async def _refused(
@@ -313,7 +327,7 @@ class Auth:
             return None
         if key is None:
             return unauthorised(
-                "this server does not know that key: check it, or ask whoever runs the server for another"
+                "this server does not know that key: check it, or ask the operator of the server for another"
                 if secret
                 else "this server needs a key: send it as `Authorization: Bearer KEY`"
             )
@@ -322,11 +336,12 @@ class Auth:
         if generates and (over := await self._keys.admit(key)) is not None:
             return rate_limited(over.why, over.retry_after)
         is_operator = key.namespace == METRICS
-        if (path in _OPERATOR_ONLY and not is_operator) or (is_operator and path not in OPERATOR):
+        opens = path in OPERATOR or _LOADING.fullmatch(path) is not None
+        if (path in _OPERATOR_ONLY and not is_operator) or (is_operator and not opens):
             return ApiError(
                 403,
                 f"metrics, events and pulls are for keys of the namespace {METRICS}, and those open only "
-                f"{', '.join(sorted(OPERATOR))}",
+                f"{', '.join(sorted(OPERATOR))}, /v1/models/NAME/load and unload",
                 code="forbidden",
             )
         return None
@@ -363,22 +378,22 @@ class BodyLimits:
     and what it has sent, and never a place in the queue of the engine.
     """
 
-    def __init__(self, app: ASGIApp, app_state: AppState) -> None:
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self._app = app
-        self._app_state = app_state
+        self._state = state
         self._uploads = 0
 
     @property
     def _limits(self) -> Limits:
         """Those of this moment: they can change while the server runs."""
-        return self._app_state.limits
+        return self._state.limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         try:
-            with self._app_state.in_flight.admit(self._limits.requests):
+            with self._state.in_flight.admit(self._limits.requests):
                 scope = typed(scope)
                 if scope["path"] in UPLOADS:
                     await self._upload(scope, receive, send)

@@ -30,7 +30,7 @@ from perdure.server.core.schemas import ErrorAnswer, ResponseSchema
 _BLANK = "\0"
 
 
-class Event(NamedTuple):
+class ProtocolEvent(NamedTuple):
     """One event, as it is sent."""
 
     name: bytes
@@ -41,32 +41,34 @@ class Event(NamedTuple):
     """Its number, where a client can come back for those behind it."""
 
 
-Events = Sequence[Event]
+Events = Sequence[ProtocolEvent]
 
 
-def event(data: dict[str, Any]) -> Event:
+def event(data: dict[str, Any]) -> ProtocolEvent:
     """An event without a name."""
-    return Event(b"", to_json(data))
+    return ProtocolEvent(b"", to_json(data))
 
 
-DONE = Event(b"", b"[DONE]")
+DONE = ProtocolEvent(b"", b"[DONE]")
 """The last event of OpenAI's streams of chunks."""
 
 
-def named_event(data: dict[str, Any]) -> Event:
+def named_event(data: dict[str, Any]) -> ProtocolEvent:
     """An event whose name is the `type` of its data."""
-    return Event(data["type"].encode(), to_json(data))
+    return ProtocolEvent(data["type"].encode(), to_json(data))
 
 
 class EventTemplate:
     """An event of which only one text changes: made once, and filled in for every token."""
 
-    def __init__(self, data: Callable[[str], dict[str, Any]], form: Callable[..., Event] = event) -> None:
+    def __init__(
+        self, data: Callable[[str], dict[str, Any]], form: Callable[..., ProtocolEvent] = event
+    ) -> None:
         self._name, whole, _ = form(data(_BLANK))
         self._before, self._after = whole.split(to_json(_BLANK))
 
-    def __call__(self, text: str) -> Event:
-        return Event(self._name, self._before + encode_basestring(text).encode() + self._after)
+    def __call__(self, text: str) -> ProtocolEvent:
+        return ProtocolEvent(self._name, self._before + encode_basestring(text).encode() + self._after)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +76,13 @@ class Framing:
     """How events stand in the body of an answer."""
 
     media_type: str
-    frame: Callable[[Event], bytes]
+    frame: Callable[[ProtocolEvent], bytes]
 
 
-def _server_sent(event: Event) -> bytes:
+def _server_sent(event: ProtocolEvent) -> bytes:
     name, data, number = event
     if number:
-        return b"id: %b\n" % number + _server_sent(Event(name, data))
+        return b"id: %b\n" % number + _server_sent(ProtocolEvent(name, data))
     return b"event: %b\ndata: %b\n\n" % (name, data) if name else b"data: %b\n\n" % data
 
 
@@ -119,7 +121,7 @@ class Writer(Interface[D_contra, R_contra]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Protocol:
-    """One protocol. Whatever differs by protocol outside of its own folder is a field of this."""
+    """One protocol. What differs by protocol outside of the protocol's folder is a field of this."""
 
     name: str
     prefix: str

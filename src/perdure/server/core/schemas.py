@@ -60,7 +60,7 @@ Label = Annotated[str, Field(min_length=1, max_length=200)]
 T = TypeVar("T")
 
 Items = Annotated[list[T], Field(fail_fast=True)]
-"""A list whose first wrong item is told: a hundred thousand wrong ones would take seconds and a gigabyte."""
+"""A list that reports its first wrong item: a hundred thousand would take seconds and a gigabyte."""
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 
 PAGE = 100
@@ -73,7 +73,7 @@ class RequestSchema(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
     has_more: ClassVar[bool] = False
-    """Whether its further fields are read too, by whoever knows their kind."""
+    """Whether its further fields are read too, by code that knows their kind."""
 
     @model_validator(mode="before")
     @classmethod
@@ -150,22 +150,6 @@ class ReuseAnswer(ResponseSchema):
     """How long it took to read state out of each tier."""
     computed: int
     why: str
-
-
-class MissAnswer(ResponseSchema):
-    """Tokens that were computed again, and why."""
-
-    cause: str
-    """What differed: tools, system, message, reply, history, variables, template; or cache."""
-    why: str
-    """The first place that differs from the prompt before, or what became of the state."""
-    before: str
-    now: str
-    """The line that differs."""
-    tokens: int
-    seconds: float
-    advice: str
-    """What would have kept them."""
 
 
 class TimingsAnswer(ResponseSchema):
@@ -337,7 +321,7 @@ def refuse_fields(
     """Refuse what would change the answer and cannot be done; when `strict`, also what nobody knows.
 
     Within `perdure`, which is ours alone, what nobody knows is always a mistake. Elsewhere it is ignored, and
-    named in `notes`: the answer and the access log have it from there.
+    named in `notes`: the answer, its header and the access log have it from there.
     """
     own = getattr(body, "perdure", None)
     if isinstance(own, RequestSchema) and own.model_extra:
@@ -351,12 +335,16 @@ def refuse_fields(
     for name, value in (body.model_extra or {}).items():
         if name in refused and value not in (None, [], {}, False):
             raise invalid(name, refused[name], code="unsupported_parameter")
-    ignored = list(islice(_unknown(body), _NAMED))
+    ignored = ignored_fields(body)
     if strict and ignored:
-        path = ignored[0][:200]
-        raise invalid(path, "no such field", code="unknown_parameter")
+        raise invalid(ignored[0], "no such field", code="unknown_parameter")
     if notes is not None and ignored:
-        notes["ignored"] = [path[:_PATH] for path in ignored]
+        notes["ignored"] = ignored
+
+
+def ignored_fields(body: RequestSchema) -> list[str]:
+    """The places of fields that nobody knows: the first ones, cut to some characters."""
+    return [path[:_PATH] for path in islice(_unknown(body), _NAMED)]
 
 
 _NAMED, _PATH = 16, 80

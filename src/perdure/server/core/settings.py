@@ -21,7 +21,7 @@ class AllowedHosts:
     def __init__(
         self, bound: str = "127.0.0.1", further: Iterable[str] = (), origins: Iterable[str] = ()
     ) -> None:
-        """`origins` are pages of other sites that may use the server, as CORS tells browsers."""
+        """`origins` are pages of other sites that may use the server, as CORS defines it."""
         self._origins = frozenset(origins)
         self._further = frozenset(_checked(host) for host in further)
         self._names = frozenset((*LOOPBACK, bound.lower())) | self._further
@@ -72,15 +72,15 @@ class Limits:
     request_seconds: float = 900.0
     """From the body to the last token."""
     silent_seconds: float = 5.0
-    """Of silence after which a stream is begun: until then an error has a status of its own."""
+    """Of silence after which a stream is begun: until then an error has its HTTP status."""
     progress_seconds: float = 1.0
-    """Of silence after which a stream that was begun is told how far the prompt is read."""
+    """Of silence after which a stream that was begun reports how far the prompt is read."""
     send_seconds: float = 60.0
     """For a client to take what it was sent."""
     response_seconds: float = 30 * 86400.0
     """That a stored response is kept. What later ones go on from stays."""
     grace_seconds: float = 20.0
-    """For requests to finish once the server was told to stop."""
+    """For requests to finish once the server is stopping."""
     drain_seconds: float = 0.0
     """Before that, in which it answers as ever but for `/ready`, so that routers send nothing more."""
 
@@ -100,7 +100,7 @@ class ReplyDefaults:
     stable_prefix: bool = True
     """Whether volatile text of prompts is moved behind the rest (`chat/volatile.py`)."""
     settle: int = 0
-    """Tokens of a next prompt's beginning that are read while the engine is idle (`chat/settling.py`)."""
+    """Tokens of a next prompt's beginning that are read while the engine is idle (`chat/prefetch.py`)."""
     overflow: Overflow | None = None
     """What happens when a conversation no longer fits; None: as its session has it, or an error."""
 

@@ -10,21 +10,31 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from perdure.errors import PerdureError
-from perdure.pool import ModelPool, PooledModel
 from perdure.server.core.api_error import ClientLeft, deadline
-from perdure.server.core.protocol import SSE, Event, Events, protocol_at
+from perdure.server.core.keys import KeyAccount
+from perdure.server.core.protocol import SSE, Events, ProtocolEvent, protocol_at
 from perdure.server.core.settings import Limits
+from perdure.server.pool import ModelPool, PooledModel
+from perdure.sessions.pending_turn import TurnExtra
 
 VISIT = "visit"
 """Where it is in the state of a request."""
 SESSION = "session"
 """Where the session that a request is a turn of stands in the notes of the request."""
+CANCELLED, LEFT = "cancelled", "left"
+"""How a reply `ended` that is not whole, in the same notes: as its client asked, or as the client left."""
+STOPPED = "its server was stopped"
+"""Why a reply is interrupted when the server ends."""
+NO_SESSION = "no_session"
+"""Why a conversation that the request names gets no turn, in the same notes."""
 log = logging.getLogger("perdure.server")
 _COMMENT = b": the model is being loaded\n\n"
 
@@ -38,7 +48,7 @@ class Visit:
     def __init__(
         self, scope: Scope | None = None, receive: Receive | None = None, send: Send | None = None
     ) -> None:
-        """Without `receive` and `send`, for a request that is no HTTP request of its own."""
+        """Without `receive` and `send`, for a request that is no separate HTTP request."""
         self._scope = scope
         self._receive = receive
         self._send = send
@@ -81,14 +91,11 @@ class Visit:
         limits: Limits,
         *,
         sign: Sign | bool = False,
-        keep_alive: float | None = None,
     ) -> None:
-        """Have a model until the end of the visit. With `sign`, a client that waits for it is told so."""
+        """Have a model until the end of the visit. With `sign`, a waiting client gets keep-alives."""
         if not pool.try_acquire(model):
             await self._wait(pool, model, limits, sign)
         self._held.callback(pool.release, model)
-        if keep_alive is not None:
-            pool.keep(model, keep_alive)
 
     async def receive(self) -> Message:
         """The next part of what the client sends."""
@@ -109,7 +116,7 @@ class Visit:
         if not self._is_open:
             await self._send(message)
         elif message["type"] == "http.response.start":
-            # Its status was told: what is wrong becomes an event.
+            # Its status was sent: the error becomes an event.
             self._error = None if message["status"] == 200 else bytearray()
         elif self._error is None:
             await self._send(message)
@@ -174,7 +181,7 @@ class Visit:
         named = b""
         with suppress(ValueError, AttributeError):
             named = str(json.loads(body).get("type", "")).encode()
-        return protocol_at(self._scope).framing.frame(Event(named, body))
+        return protocol_at(self._scope).framing.frame(ProtocolEvent(named, body))
 
 
 class Visits:
@@ -193,3 +200,51 @@ class Visits:
             await self._app(scope, visit.receive, visit.send)
         finally:
             await visit.finish()
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The caller of a request, and the fields of its log line."""
+
+    namespace: str
+    notes: dict[str, Any]
+    agent: str = ""
+    """The program that asks, by the first word of its User-Agent."""
+    account: KeyAccount | None = None
+    """What its key may still use, where it has one."""
+    request_id: str = ""
+    """Of its request, as the header `x-request-id` has it."""
+    headers: Mapping[str, str] | None = None
+    """Of its request, in which it may name its conversation; None where conversations are not kept."""
+    visit: Visit = field(default_factory=Visit)
+    """The models that its request uses."""
+    idempotency_key: str | None = None
+    """What its request is known by, so that a turn that is asked for twice is made once."""
+
+    @property
+    def session(self) -> str | None:
+        """The session that its request is a turn of, as far as that is known by now."""
+        return self.notes.get(SESSION)
+
+    @property
+    def ignored(self) -> list[str]:
+        """The fields of its request that nobody knows, as far as it was read by now."""
+        ignored: list[str] = self.notes.get("ignored", [])
+        return ignored
+
+    @property
+    def turn_extra(self) -> TurnExtra:
+        """What a turn of a session that it asks for has besides messages and settings."""
+        return TurnExtra(idempotency_key=self.idempotency_key)
+
+    def in_session(self, name: str) -> None:
+        """Have the answer, and the list of requests, say which session it is a turn of."""
+        self.notes[SESSION] = name
+
+    def charge(self, prompt_tokens: int, completion_tokens: int = 0) -> None:
+        """Have its key pay for what was computed, and note it for the log."""
+        notes = self.notes
+        notes["prompt_tokens"] = notes.get("prompt_tokens", 0) + prompt_tokens
+        notes["completion_tokens"] = notes.get("completion_tokens", 0) + completion_tokens
+        if self.account is not None:
+            self.account.spend(prompt_tokens, completion_tokens)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
-from perdure.chat.message import Message, parse_messages
+from perdure.chat.difference import Miss
+from perdure.chat.message import Message
 from perdure.chat.options import RESERVED
 from perdure.chat.reply import CallDelta, ChatDelta, ChatReply
-from perdure.decode.request import KeptPrefix, TokenLogprob
-from perdure.server.core.api_error import ApiError, invalid, unreadable
+from perdure.decode.request import FinishReason, KeptPrefix, TokenLogprob
+from perdure.server.core.api_error import ApiError, for_client, invalid, unreadable
 from perdure.server.core.app_state import AppState
 from perdure.server.core.protocol import Events, event
 from perdure.server.core.schemas import (
     Items,
-    MissAnswer,
     RequestSchema,
     ResponseSchema,
     ReuseAnswer,
@@ -27,12 +27,16 @@ from perdure.server.core.schemas import (
     UsageAnswer,
     refuse_fields,
 )
-from perdure.server.protocols.conversation_names import NamingFields
+from perdure.server.core.settings import ReplyDefaults
+from perdure.server.protocols.image_input import image_of_url, readable_messages
+from perdure.server.protocols.naming_fields import NamingFields
 from perdure.server.protocols.openai import (
     AnswerHead,
     ChunkWriter,
+    FinishWord,
     PromptCacheOptions,
     cache_marks,
+    finish_word,
     logprobs_of,
     tier_options,
 )
@@ -56,10 +60,24 @@ class TextPart(RequestSchema):
     """A cache mark: the conversation up to this message is to be kept for a time."""
 
 
+class ImageUrl(RequestSchema):
+    url: str
+    detail: Literal["auto", "low", "high"] | None = None
+    """Taken: how many tokens an image becomes is the model's."""
+
+
+class ImagePart(RequestSchema):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
 class OtherPart(RequestSchema):
     """A part that the current clients can send, and that cannot be read here."""
 
-    type: Literal["image_url", "input_audio", "file", "refusal"]
+    type: Literal["input_audio", "file", "refusal"]
+
+
+Part: TypeAlias = TextPart | ImagePart | OtherPart
 
 
 class CallFunction(RequestSchema):
@@ -67,7 +85,7 @@ class CallFunction(RequestSchema):
     arguments: str = "{}"
 
 
-class Call(RequestSchema):
+class CallSchema(RequestSchema):
     id: str = ""
     type: Literal["function"] = "function"
     function: CallFunction
@@ -78,12 +96,12 @@ _SIMPLE = {"role", "content"}
 
 class ChatMessage(RequestSchema):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Items[Annotated[TextPart | OtherPart, Field(discriminator="type")]] | None = None
+    content: str | Items[Annotated[Part, Field(discriminator="type")]] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     """The same, as vLLM and OpenRouter call it."""
-    tool_calls: Items[Call] | None = None
+    tool_calls: Items[CallSchema] | None = None
     tool_call_id: str | None = None
 
     @property
@@ -92,7 +110,17 @@ class ChatMessage(RequestSchema):
         if isinstance(self.content, str) and self.model_fields_set == _SIMPLE:
             # Almost all are so, and whole histories come again and again.
             return {"role": self.role, "content": self.content}
-        return self.model_dump(exclude_none=True, include=set(type(self).model_fields))
+        if not isinstance(self.content, list):
+            return self.model_dump(exclude_none=True, include=set(type(self).model_fields))
+        fields = self.model_dump(exclude_none=True, include=set(type(self).model_fields) - {"content"})
+        return {**fields, "content": list(map(_part, self.content))}
+
+
+def _part(part: Part) -> Any:
+    """A part as `Message.parse` takes it."""
+    if isinstance(part, ImagePart):
+        return image_of_url(part.image_url.url, "image_url.url")
+    return part.model_dump(exclude_none=True)
 
 
 class Function(RequestSchema):
@@ -154,7 +182,7 @@ class ChatOptionsSchema(SamplingSchema):
     verbosity: str | None = None
     """The same."""
     store: bool | None = None
-    """Taken: a chat is stored by `perdure.session` alone."""
+    """False: nothing is written down. Else a chat is stored where it names a session or a conversation."""
     service_tier: str | None = Field(None, max_length=40)
     """`flex` is a request in the background; others are taken."""
     prediction: dict[str, Any] | None = None
@@ -164,14 +192,14 @@ class ChatOptionsSchema(SamplingSchema):
     continue_final_message: bool | None = None
     """Whether the reply goes on from the last message, which is the assistant's."""
     add_generation_prompt: bool | None = None
-    """Whether the prompt ends with what opens a reply: unless a message is continued, if not told."""
+    """Whether the prompt ends with what opens a reply: by default unless a message is continued."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     perdure: SessionExtension | None = None
 
     @property
     def is_resumable(self) -> bool:
-        """Whether the reply goes on without its reader, who can come back."""
+        """Whether the reply continues after its client leaves, which can then reconnect."""
         return bool(self.stream and self.perdure is not None and self.perdure.resumable)
 
 
@@ -189,7 +217,7 @@ def check_chat_options(
     body: ChatOptionsSchema, app_state: AppState, notes: dict[str, Any] | None = None
 ) -> None:
     """Refuse what cannot be done, or was said twice; what is ignored is named in `notes`."""
-    refuse_fields(body, strict=app_state.strict, refused=REFUSED, notes=notes)
+    refuse_fields(body, strict=app_state.server.strict, refused=REFUSED, notes=notes)
     limits = {body.max_tokens, body.max_completion_tokens} - {None}
     if len(limits) > 1:
         raise ApiError(
@@ -211,8 +239,15 @@ def check_chat_options(
             raise invalid(name, f"{taken[0]} is set by the server")
 
 
-def chat_options(body: ChatOptionsSchema, app_state: AppState) -> dict[str, Any]:
-    """What is asked of a reply, in the runtime's words."""
+def chat_options(
+    body: ChatOptionsSchema, app_state: AppState, defaults: ReplyDefaults | None = None
+) -> dict[str, Any]:
+    """What is asked of a reply, in the runtime's words, whole."""
+    return (defaults or app_state.server.defaults).fill(given_chat_options(body, app_state))
+
+
+def given_chat_options(body: ChatOptionsSchema, app_state: AppState) -> dict[str, Any]:
+    """What a request says of its reply, in the runtime's words."""
     options = body.sampling | tier_options(body.service_tier)
     if (limit := body.max_completion_tokens or body.max_tokens) is not None:
         options["max_tokens"] = limit
@@ -238,18 +273,18 @@ def chat_options(body: ChatOptionsSchema, app_state: AppState) -> dict[str, Any]
     for name in ("continue_final_message", "add_generation_prompt"):
         if (value := getattr(body, name)) is not None:
             options[name] = value
-    return app_state.defaults.fill(options)
+    return options
 
 
 def parsed(messages: Sequence[ChatMessage], app_state: AppState) -> tuple[Message, ...]:
     """The messages in the inner form; what cannot be read is refused by its place."""
-    app_state.check_message_count(len(messages))
+    app_state.server.check_message_count(len(messages))
     for at, message in enumerate(messages):
         for place, part in enumerate(message.content if isinstance(message.content, list) else ()):
             if isinstance(part, OtherPart):
                 where = f"messages.{at}.content.{place}"
                 raise unreadable(where, _UNREADABLE[part.type])
-    return parse_messages(message.plain for message in messages)
+    return readable_messages((message.plain for message in messages), app_state)
 
 
 def _marks(body: ChatRequest) -> list[KeptPrefix]:
@@ -264,19 +299,23 @@ def _marks(body: ChatRequest) -> list[KeptPrefix]:
     )
 
 
-_UNREADABLE = {"image_url": "images", "input_audio": "audio", "file": "files", "refusal": "refusals"}
+_UNREADABLE = {"input_audio": "audio", "file": "files", "refusal": "refusals"}
 
 
 def reply_request(
-    body: ChatRequest, app_state: AppState, notes: dict[str, Any] | None = None
+    body: ChatRequest,
+    app_state: AppState,
+    notes: dict[str, Any] | None = None,
+    *,
+    defaults: ReplyDefaults | None = None,
 ) -> ReplyRequest:
-    """What a request asks for, in the inner form."""
+    """What a request asks for, in the inner form; with `defaults`, in the place of the server's."""
     check_chat_options(body, app_state, notes)
-    app_state.check_model(body.model)
+    app_state.server.models.check(body.model)
     if body.modalities and set(body.modalities) != {"text"}:
         raise invalid("modalities", "only text can be written", code="unsupported_parameter")
     messages = parsed(body.messages, app_state)
-    options = {**app_state.model_options(body.model), **chat_options(body, app_state)}
+    options = {**app_state.model_options(body.model), **chat_options(body, app_state, defaults)}
     if body.n is not None:
         options["n"] = body.n
     if marks := _marks(body):
@@ -286,6 +325,7 @@ def reply_request(
         options=options,
         place=body.perdure.place if body.perdure is not None else None,
         timeout=body.perdure.timeout if body.perdure is not None else None,
+        stores=body.stores,
     )
 
 
@@ -326,18 +366,20 @@ class MessageAnswer(ResponseSchema):
     refusal: None = None
 
 
-class Choice(ResponseSchema):
+class ChatChoice(ResponseSchema):
     index: int
     message: MessageAnswer
-    finish_reason: Literal["stop", "length", "tool_calls", "repetition", "cancelled", "error"]
+    finish_reason: FinishWord
     logprobs: LogprobsAnswer | None = None
 
 
 class ExtensionAnswer(ResponseSchema):
     """How a reply came about."""
 
+    finish_reason: FinishReason
+    """How it ended, in our words: `repetition`, `cancelled` and `error` are none of the protocol's."""
     reuse: ReuseAnswer
-    miss: MissAnswer | None = None
+    miss: Miss | None = None
     """What was computed again, and why."""
     timings: TimingsAnswer
     seed: int
@@ -352,6 +394,8 @@ class ExtensionAnswer(ResponseSchema):
     """Whether it is now a durable part of the session."""
     not_kept: str | None = None
     """Why it should have been and is not."""
+    ignored: list[str] = Field(default_factory=list)
+    """Fields of the request that nobody knows, by their places."""
 
 
 class ChatAnswer(ResponseSchema):
@@ -359,16 +403,19 @@ class ChatAnswer(ResponseSchema):
     object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
-    choices: list[Choice]
+    choices: list[ChatChoice]
     usage: UsageAnswer
     service_tier: str | None = None
     system_fingerprint: str
     perdure: ExtensionAnswer
 
 
-def extension(reply: ChatReply, session: str | None = None) -> ExtensionAnswer:
-    """How a reply came about, as every protocol tells it."""
-    return ExtensionAnswer.copy_of(reply, session=session, not_kept=reply.not_kept or None)
+def extension(
+    reply: ChatReply, session: str | None = None, *, ignored: Sequence[str] = ()
+) -> ExtensionAnswer:
+    """How a reply came about, as every protocol reports it."""
+    why = for_client(reply.not_kept, "store_unavailable") if reply.could_not_be_kept else reply.not_kept
+    return ExtensionAnswer.copy_of(reply, session=session, not_kept=why or None, ignored=list(ignored))
 
 
 class ChatHead(AnswerHead[ChatReply]):
@@ -383,6 +430,7 @@ class ChatHead(AnswerHead[ChatReply]):
         session: str | None,
         *,
         with_logprobs: bool,
+        ignored: Sequence[str] = (),
         name: str = "",
         created: int | None = None,
         turn_stored: bool = False,
@@ -392,6 +440,7 @@ class ChatHead(AnswerHead[ChatReply]):
         super().__init__(app_state, name, created)
         self._session = session
         self._with_logprobs = with_logprobs
+        self._ignored = ignored
         self._turn_stored = turn_stored
 
     def whole(self, replies: Sequence[ChatReply]) -> ChatAnswer:
@@ -403,26 +452,27 @@ class ChatHead(AnswerHead[ChatReply]):
         )
 
     def extension(self, reply: ChatReply) -> ExtensionAnswer:
-        return extension(replace(reply, kept=True) if self._turn_stored else reply, self._session)
+        reply = replace(reply, kept=True) if self._turn_stored else reply
+        return extension(reply, self._session, ignored=self._ignored)
 
     def logprobs(self, entries: Sequence[TokenLogprob] | None) -> LogprobsAnswer | None:
         if not self._with_logprobs:
             return None
         return LogprobsAnswer.model_validate({"content": logprobs_of(entries, self.piece)})
 
-    def _choice(self, reply: ChatReply) -> Choice:
+    def _choice(self, reply: ChatReply) -> ChatChoice:
         calls = [
             CallAnswer(id=call.id, function=FunctionAnswer(name=call.name, arguments=call.arguments))
             for call in reply.tool_calls
         ]
-        return Choice(
+        return ChatChoice(
             index=reply.index,
             message=MessageAnswer(
                 content=reply.text or (None if calls else ""),
                 reasoning_content=reply.reasoning,
                 tool_calls=calls or None,
             ),
-            finish_reason=reply.finish_reason,
+            finish_reason=finish_word(reply),
             logprobs=self.logprobs(reply.logprobs),
         )
 

@@ -6,15 +6,15 @@ they follow from the request, the settings, the seed and the prompt, which the r
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from perdure.chat.message import Message
 from perdure.errors import SessionNotFoundError
 from perdure.request_options import draw_seed
-from perdure.server.core.app_state import AppState, Caller
+from perdure.server.core.app_state import AppState
 from perdure.server.core.event_log import (
     SECONDS,
     WHY_NOT,
@@ -25,10 +25,10 @@ from perdure.server.core.event_log import (
     write_record,
 )
 from perdure.server.core.settings import ReplyDefaults
+from perdure.server.core.visit import Caller
 from perdure.server.protocols.chat import ChatHead, ChatRequest, reply_request
 from perdure.server.protocols.openai import new_id
-from perdure.server.protocols.reply_request import ReplyRequest
-from perdure.sessions.agent_conversation import said_behind, without_session_options
+from perdure.server.protocols.reply_request import ReplyRequest, named_conversations, options_in_session
 from perdure.sessions.fold import TurnStream
 from perdure.sessions.pending_turn import TurnExtra
 from perdure.sessions.session import Session, today
@@ -75,7 +75,7 @@ def submit(body: ChatRequest, app_state: AppState, caller: Caller) -> ChatStream
             "request": body.model_dump(mode="json", exclude_none=True, by_alias=True),
             "seed": seed,
             # Those of now: the settings may be others where the reply is made again.
-            "defaults": app_state.defaults.to_json(),
+            "defaults": app_state.server.defaults.to_json(),
             "created": created,
             "date": date,
             "engine": app_state.runtime.cache.identity().digest.hex(),
@@ -83,8 +83,11 @@ def submit(body: ChatRequest, app_state: AppState, caller: Caller) -> ChatStream
             "turns": _session(app_state, caller.namespace, caller.session).turns if caller.session else None,
             "idempotency_key": caller.idempotency_key,
         }
-    sessions = app_state.runtime.sessions
-    record = write_record(sessions, caller.namespace, name, about, seconds=window(app_state))
+    record = None
+    if request.stores:
+        # Else the stream is to be had from this process alone.
+        sessions = app_state.runtime.sessions
+        record = write_record(sessions, caller.namespace, name, about, seconds=window(app_state))
     return ChatStream(
         body=body,
         request=request,
@@ -98,7 +101,7 @@ def submit(body: ChatRequest, app_state: AppState, caller: Caller) -> ChatStream
 
 def window(app_state: AppState) -> float:
     """Seconds that a record is of use: a stream takes so long at most, and its events stay so long then."""
-    return app_state.limits.request_seconds + SECONDS
+    return app_state.server.limits.request_seconds + SECONDS
 
 
 def take(app_state: AppState, caller: Caller, name: str) -> StreamRecord | None:
@@ -122,9 +125,10 @@ def submit_again(record: StreamRecord, app_state: AppState, caller: Caller) -> C
             f"the engine here differs from the one that has begun it (`perdure doctor` says in what); {_ASK}"
         )
     body = ChatRequest.model_validate(about["request"])
-    view = copy.copy(app_state)
-    view.defaults = ReplyDefaults.from_json(about["defaults"])
-    request = _seeded(reply_request(body, view), name, about["seed"], about["date"])
+    # The settings may be others by now.
+    defaults = ReplyDefaults.from_json(about["defaults"])
+    request = reply_request(body, app_state, caller.notes, defaults=defaults)
+    request = _seeded(request, name, about["seed"], about["date"])
     turn: Turn | None = None
     if about["session"] is None:
         stream = request.submit_alone(runtime, caller.namespace)
@@ -161,9 +165,10 @@ def _submit_turn(
         raise not_resumable("its session was deleted") from None
     options = request.options
     if request.place is None:
-        options = without_session_options(options) or {}
-    if standing == turns and (messages := _new_messages(session, request, app_state, caller)) is not None:
-        extra = replace(request.extra or TurnExtra(), idempotency_key=about["idempotency_key"])
+        options = options_in_session(options) or {}
+    if standing == turns and (new := _new_messages(session, request, app_state)) is not None:
+        messages, extra = new
+        extra = replace(extra, idempotency_key=about["idempotency_key"])
         try:
             return session.submit(messages, extra=extra, **options), None
         except SessionNotFoundError:
@@ -178,17 +183,13 @@ def _submit_turn(
 
 
 def _new_messages(
-    session: Session, request: ReplyRequest, app_state: AppState, caller: Caller
-) -> list[Any] | None:
+    session: Session, request: ReplyRequest, app_state: AppState
+) -> tuple[list[Message], TurnExtra] | None:
     """What the turn says, in the words of `ReplyRequest.submit`; None where the session is not that one."""
-    messages = list(request.messages)
     if request.place is not None:
-        if messages[0].role in ("system", "developer") and len(messages) > 1:
-            messages.pop(0)
-        return messages
-    if request.options.get("stable_prefix"):
-        messages = list(app_state.runtime.chat_format.stabilise(messages, caller.namespace))
-    return said_behind(session, messages)
+        return request.new_messages()[0], request.extra or TurnExtra()
+    said = (each.said_in(session, request, app_state) for each in named_conversations())
+    return next((each for each in said if each is not None), None)
 
 
 def _unkept(options: Mapping[str, Any], turn: Turn) -> dict[str, Any]:

@@ -10,13 +10,13 @@ from starlette.responses import Response
 
 from perdure.chat.message import Message
 from perdure.chat.reply import ChatDelta, ChatReply
-from perdure.server.core.app_state import AppState, AppStateDep, Caller, CallerDep
+from perdure.server.core.app_state import AppState, AppStateDep, CallerDep
 from perdure.server.core.body_route import BodyRoute
 from perdure.server.core.event_log import EventLog, EventLogs, followed, missing
-from perdure.server.core.follow import Stream, answer
+from perdure.server.core.follow import ReplyStream, answer
 from perdure.server.core.protocol import Protocol
 from perdure.server.core.schemas import streamed
-from perdure.server.core.visit import Visit
+from perdure.server.core.visit import Caller, Visit
 from perdure.server.protocols import chat_record
 from perdure.server.protocols.chat import (
     ChatAnswer,
@@ -62,7 +62,7 @@ def _submit(body: ChatRequest, app_state: AppState, caller: Caller) -> tuple[Tur
 
 
 async def chat_answer(
-    stream: Stream[ChatDelta, ChatReply],
+    stream: ReplyStream[ChatDelta, ChatReply],
     body: ChatOptionsSchema,
     request: Request,
     app_state: AppState,
@@ -77,6 +77,7 @@ async def chat_answer(
         app_state,
         session,
         with_logprobs=bool(body.logprobs),
+        ignored=caller.ignored,
         name=made.name if made is not None else "",
         created=made.created if made is not None else None,
         turn_stored=made.turn_stored if made is not None else False,

@@ -61,6 +61,16 @@ def new_id(prefix: str) -> str:
 # Answer head: what all chunks and answers of one request say alike.
 
 
+FinishWord = Literal["stop", "length", "tool_calls"]
+
+
+def finish_word(reply: Reply | ChatReply) -> FinishWord:
+    """How a reply ended, in OpenAI's words: `length` for whatever cut it short. `perdure.finish_reason` has
+    ours."""
+    reason = reply.finish_reason
+    return reason if reason in ("stop", "tool_calls") else "length"
+
+
 class AnswerHead(Generic[R]):
     """The id, time and model of one answer, whole or in chunks."""
 
@@ -112,7 +122,7 @@ class ChunkWriter(Generic[R]):
         for reply in replies:
             self._open.discard(reply.index)
             more = {"perdure": self._head.extension(reply).model_dump()}
-            chunks.append(self._chunk(reply.index, self.nothing, reply.finish_reason, more=more))
+            chunks.append(self._chunk(reply.index, self.nothing, finish_word(reply), more=more))
         if self._usage:
             usage = UsageAnswer.of([reply.usage for reply in replies])
             chunks.append(self._head.chunk([], {"usage": usage.model_dump()}))
@@ -120,7 +130,7 @@ class ChunkWriter(Generic[R]):
 
     def error(self, error: ApiError) -> Events:
         ends: list[dict[str, Any]] = [
-            self._chunk(index, self.nothing, "error") for index in sorted(self._open)
+            self._chunk(index, self.nothing, "length") for index in sorted(self._open)
         ]
         return [event(error.body), *map(event, ends), DONE]
 

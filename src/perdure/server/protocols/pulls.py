@@ -1,4 +1,4 @@
-"""Operator's pull: a model that the server fetches, and what a client that waits is told, as Ollama's are.
+"""Operator's pull: a model that the server fetches, and the progress that a waiting client gets, as Ollama's.
 
 {"status": "pulling manifest"}
 {"status": "pulling owner/repo", "total": 5242880, "completed": 1048576}
@@ -16,14 +16,15 @@ from starlette.responses import Response, StreamingResponse
 
 from perdure.models.puller import Pull
 from perdure.server.core.api_error import ApiError
-from perdure.server.core.app_state import AppState, AppStateDep, Caller, CallerDep
+from perdure.server.core.app_state import AppState, AppStateDep, CallerDep
 from perdure.server.core.body_route import BodyRoute
 from perdure.server.core.keys import METRICS
 from perdure.server.core.protocol import JSON_LINES, event
 from perdure.server.core.schemas import RequestSchema, ResponseSchema, errors, refuse_fields
+from perdure.server.core.visit import Caller
 
 _TOLD = 1.0
-"""Seconds after which a client is told again, also where nothing has come."""
+"""Seconds after which a client gets the progress again, also where nothing has come."""
 
 
 def is_operator(caller: Caller) -> bool:
@@ -43,7 +44,7 @@ def check_operator(caller: Caller) -> None:
 async def begin_pull(name: str, app_state: AppState, caller: Caller) -> Pull:
     """Have a model fetched for the operator; nobody else makes this server fetch something."""
     check_operator(caller)
-    if (pull := await app_state.call(app_state.life.puller.start, name)) is None:
+    if (pull := await app_state.call(app_state.server.puller.start, name)) is None:
         raise ApiError(
             409,
             "another model is being pulled: wait for it, or cancel it with DELETE /v1/models/pull",
@@ -69,10 +70,10 @@ async def pulled(
 
 
 async def _lines(pull: Pull, app_state: AppState) -> AsyncIterator[dict[str, Any]]:
-    """What a client that waits is told. It may leave: the pull goes on."""
+    """The progress for a waiting client. It may leave: the pull goes on."""
     yield {"status": "pulling manifest"}
-    puller, name = app_state.life.puller, pull.model
-    while pull.state == "running" and not app_state.stopping:
+    puller, name = app_state.server.puller, pull.model
+    while pull.state == "running" and not app_state.server.stopping:
         latest = await app_state.work(puller.wait, pull, _TOLD)
         if latest is None or latest.model != name or latest.started != pull.started:
             yield {"error": "the pull ended, and another one has begun"}
@@ -113,7 +114,7 @@ class PullAnswer(ResponseSchema):
 async def start_pull(body: PullRequest, app_state: AppStateDep, caller: CallerDep) -> PullAnswer:
     """Begin to fetch a model, with a key of the operator. A pull that was cancelled or failed goes on where
     it stopped."""
-    refuse_fields(body, strict=app_state.strict, refused={}, notes=caller.notes)
+    refuse_fields(body, strict=app_state.server.strict, refused={}, notes=caller.notes)
     return PullAnswer.model_validate(await begin_pull(body.model, app_state, caller))
 
 
@@ -127,12 +128,12 @@ async def read_pull(app_state: AppStateDep, caller: CallerDep) -> PullAnswer:
 async def cancel_pull(app_state: AppStateDep, caller: CallerDep) -> PullAnswer:
     """End the pull that runs. What was fetched by then is kept for the next try."""
     _latest(app_state, caller)
-    app_state.life.puller.cancel()
+    app_state.server.puller.cancel()
     return _latest(app_state, caller)
 
 
 def _latest(app_state: AppState, caller: Caller) -> PullAnswer:
     check_operator(caller)
-    if (pull := app_state.life.puller.latest) is None:
+    if (pull := app_state.server.puller.latest) is None:
         raise ApiError(404, "no model was pulled since the server started", code="not_found")
     return PullAnswer.model_validate(pull)

@@ -1,33 +1,38 @@
-"""Reply request: what a client asks for, whatever protocol it speaks, and its session."""
+"""Reply request: what a client asks for, whatever protocol it speaks, and where its turn goes.
+
+    store: false                          nowhere: nothing is written down
+    perdure.session, perdure.fork_from    into that session, or a branch of that one
+    a named conversation                  into the session of that conversation
+    neither                               nowhere, as there is no session
+
+A conversation that is named and gets no turn is answered too: `x-perdure-no-session` and the log say why.
+"""
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic import Field
 
 from perdure.chat.message import Message
-from perdure.chat.side_requests import side_request
-from perdure.decode.request import KeptPrefix
-from perdure.errors import PerdureError, SessionError, SessionExistsError, StoreError
+from perdure.errors import PerdureError, SessionError, SessionExistsError
+from perdure.extension import brought
 from perdure.runtime import Runtime
 from perdure.server.core.api_error import invalid
-from perdure.server.core.app_state import AppState, Caller
+from perdure.server.core.app_state import AppState
 from perdure.server.core.schemas import Name, ReplyExtension, RequestSchema
-from perdure.server.protocols.conversation_names import NAMING_FIELDS, NAMING_HEADERS, conversation_of
-from perdure.sessions.agent_conversation import AgentConversation, find_line, without_session_options
+from perdure.server.core.visit import NO_SESSION, Caller
 from perdure.sessions.fold import TurnStream
 from perdure.sessions.pending_turn import TurnExtra
 from perdure.sessions.session import Session
 
 log = logging.getLogger("perdure.server")
 
-_OTHER_MARKS = 15
-"""Cache marks of a request beside that of its conversation."""
 _BRANCHES = 1000
 """Branches that one session can have under names of the server's making."""
 
@@ -45,7 +50,7 @@ class SessionExtension(ReplyExtension):
     keep_partial: bool | None = None
     """In a session: whether a turn that is stopped is kept as far as it is written."""
     resumable: bool | None = None
-    """With `stream`, in chat completions: whether the reply goes on without its reader, who can come back."""
+    """With `stream`, in chat completions: whether the reply continues after its client leaves."""
 
     @property
     def place(self) -> SessionPlace | None:
@@ -65,7 +70,7 @@ class SessionExtension(ReplyExtension):
 
 def extend(options: dict[str, Any], extension: SessionExtension | None, app_state: AppState) -> None:
     """Add what stands under `perdure` to the options of a reply."""
-    options["timeout"] = app_state.seconds(extension.timeout if extension is not None else None)
+    options["timeout"] = app_state.server.seconds(extension.timeout if extension is not None else None)
     if extension is not None:
         extended = extension.options
         if variables := {**options.get("variables", {}), **extended.pop("variables", {})}:
@@ -73,9 +78,13 @@ def extend(options: dict[str, Any], extension: SessionExtension | None, app_stat
         options |= extended
 
 
+class NoSession(Exception):
+    """Why a conversation that is named gets no turn. The request is answered without."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionPlace:
-    """The session that a request goes on with, or the one that it branches off from."""
+    """The session that a request continues, or the one that it branches off from."""
 
     name: str | None
     fork_from: str | None = None
@@ -87,7 +96,7 @@ class SessionPlace:
         if self.fork_from is None:
             assert self.name is not None
             if not sessions.store.has(namespace, self.name):
-                # Somebody else may be faster.
+                # Another request may be faster.
                 with suppress(SessionExistsError):
                     made = sessions.create(self.name, system=system, namespace=namespace, agent=caller.agent)
                     return made, True
@@ -102,13 +111,13 @@ class SessionPlace:
 
 
 def branch(source: Session, name: str | None, turn: int | None) -> Session:
-    """A branch of a session, under a name of its own: `NAME~2`, `NAME~3` and so on, unless it is given."""
+    """A branch of a session, under a new name: `NAME~2`, `NAME~3` and so on, unless one is given."""
     if name is not None:
         return source.fork(name, turn=turn)
     stem, tilde, number = source.name.rpartition("~")
     stem = stem if tilde and number.isascii() and number.isdigit() else source.name
     for at in range(2, _BRANCHES + 2):
-        # Whoever branches off at the same time may have taken it.
+        # Another request that branches off at the same time may have taken the name.
         with suppress(SessionExistsError):
             return source.fork(f"{stem}~{at}", turn=turn)
     raise SessionError(
@@ -129,28 +138,55 @@ class ReplyRequest:
     """Seconds that the client gives it."""
     extra: TurnExtra | None = None
     """What its turn has besides, in a session. Its `call_ids` hold without a session too."""
+    stores: bool = True
+    """Whether it may become a turn of a session. That it may not goes before every name."""
 
     def submit(self, app_state: AppState, caller: Caller, body: RequestSchema | None = None) -> TurnStream:
         """Queue it; with `body`, in the conversation that its fields and headers name. It takes time to
         render and to tokenise, so this is called in a thread."""
         runtime = app_state.runtime
-        if self.place is None:
-            if body is not None and (conversation := named_conversation(caller, body)) is not None:
-                stream = submit_to_conversation(
-                    app_state, caller, conversation, self.messages, self.options, self.extra
-                )
-                if stream is not None:
-                    return stream
-            return self.submit_alone(runtime, caller.namespace)
-        messages, system = list(self.messages), None
-        # A system message that comes first is that of a new session.
+        if not self.stores:
+            return self._submit_unkept(runtime, caller.namespace)
+        if self.place is not None:
+            return self._submit_in_session(self.place, runtime, caller)
+        if body is not None:
+            try:
+                for conversations in named_conversations():
+                    if (stream := conversations.submit(app_state, caller, body, self)) is not None:
+                        return stream
+            except NoSession as why:
+                log.info("a named conversation goes without its session: %s", why)
+                caller.notes[NO_SESSION] = str(why)
+        return self.submit_alone(runtime, caller.namespace)
+
+    def new_messages(self) -> tuple[list[Message], str | None]:
+        """What it says in a session, and the system prompt of one that is made: the message that comes
+        first."""
+        messages = list(self.messages)
         if messages[0].role in ("system", "developer") and len(messages) > 1:
-            system = messages.pop(0).content or ""
-        session, made = self.place.open(runtime, caller, system)
+            return messages[1:], messages[0].content or ""
+        return messages, None
+
+    def _submit_in_session(self, place: SessionPlace, runtime: Runtime, caller: Caller) -> TurnStream:
+        messages, system = self.new_messages()
+        session, made = place.open(runtime, caller, system)
         extra = replace(self.extra or TurnExtra(), idempotency_key=caller.idempotency_key)
-        stream = _submit(session, messages, self.options, made=made, extra=extra)
+        stream = submit_turn(session, messages, self.options, made=made, extra=extra)
         caller.in_session(session.name)
         return stream
+
+    def _submit_unkept(self, runtime: Runtime, namespace: str) -> TurnStream:
+        """Queue it so that nothing is written down: behind the session that it would branch off from."""
+        place = self.place
+        if place is None:
+            return self.submit_alone(runtime, namespace)
+        if place.fork_from is None or place.name is not None:
+            raise invalid(
+                "store", "false keeps nothing, and perdure.session has the turn kept: leave one of them out"
+            )
+        options = {name: value for name, value in self.options.items() if name != "keep_partial"}
+        source = runtime.sessions.get(place.fork_from, namespace)
+        return source.submit_unkept(self.messages, turn=place.turn, **options)
 
     def submit_alone(self, runtime: Runtime, namespace: str) -> TurnStream:
         """Queue it without a session."""
@@ -160,7 +196,7 @@ class ReplyRequest:
         )
 
 
-def _submit(
+def submit_turn(
     session: Session,
     messages: Sequence[Message],
     options: Mapping[str, Any],
@@ -180,59 +216,40 @@ def _submit(
         raise
 
 
-def named_conversation(caller: Caller, body: RequestSchema) -> AgentConversation | None:
-    """The conversation that headers or fields name; None where there is none, or none is kept."""
-    if caller.headers is None:
+def options_in_session(options: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The options of a turn; None where a session cannot follow them."""
+    if (
+        options.get("n", 1) != 1
+        or options.get("continue_final_message")
+        or options.get("overflow", "error") != "error"
+    ):
         return None
-    if NAMING_HEADERS.isdisjoint(caller.headers) and NAMING_FIELDS.isdisjoint(body.model_fields_set):
-        # Most requests name none.
-        return None
-    return conversation_of(caller.headers, caller.agent, body)
+    return {name: value for name, value in options.items() if name not in ("n", "stable_prefix")}
 
 
-def submit_to_conversation(
-    app_state: AppState,
-    caller: Caller,
-    conversation: AgentConversation,
-    messages: Sequence[Message],
-    options: Mapping[str, Any],
-    extra: TurnExtra | None = None,
-) -> TurnStream | None:
-    """Queue the next turn of a client's conversation in its session. None where it goes without one: nothing
-    is stored here, the session is busy with another request, or it cannot hold what was sent."""
-    runtime = app_state.runtime
-    sessions = runtime.sessions
-    settings = without_session_options(options)
-    if sessions.store.transfers() is None:
-        return None
-    if conversation.closes:
-        caller.visit.at_end(lambda: app_state.call(let_go, runtime, conversation, caller.namespace))
-    # A title is asked for under the conversation's own name, but is no turn of it.
-    if settings is None or settings.get("side", side_request(messages) is not None):
-        return None
-    if conversation.keep_seconds is not None:
-        prefix = KeptPrefix(after=0, seconds=conversation.keep_seconds)
-        settings["cache_marks"] = [*settings.get("cache_marks", ())[:_OTHER_MARKS], prefix]
-    if options.get("stable_prefix"):
-        messages = runtime.chat_format.stabilise(messages, caller.namespace)
-    try:
-        line = find_line(sessions, conversation, messages, caller.namespace)
-        if line is None:
-            return None
-        session = line.session
-        stream = _submit(session, line.said, settings, made=line.made, extra=extra)
-    except (SessionError, StoreError) as error:
-        # What cannot be kept is answered all the same.
-        log.info("conversation %s goes without its session: %s", conversation.name, error)
-        return None
-    caller.in_session(session.name)
-    return stream
+class NamedConversations(Protocol):
+    """What finds the sessions of clients that name their conversations, for an extension."""
+
+    def submit(
+        self, app_state: AppState, caller: Caller, body: RequestSchema, request: ReplyRequest
+    ) -> TurnStream | None:
+        """Queue the next turn of the conversation that a request names; None where it names none. `NoSession`
+        where the conversation gets no turn."""
+        ...
+
+    def said_in(
+        self, session: Session, request: ReplyRequest, app_state: AppState
+    ) -> tuple[list[Message], TurnExtra] | None:
+        """What a request says behind the turns of a session, and what its turn has besides; None where its
+        history is another one."""
+        ...
+
+    def release(self, runtime: Runtime, name: str, namespace: str) -> None:
+        """Have the state of a conversation that is over leave the slots. Its turns stay."""
+        ...
 
 
-def let_go(runtime: Runtime, conversation: AgentConversation, namespace: str) -> None:
-    """Have the state of a conversation that is over leave the slots. Its turns, and what is on the disk,
-    stay."""
-    for session in conversation.lines(runtime.sessions, namespace):
-        # One that is busy again, or was deleted meanwhile, is left alone.
-        with suppress(SessionError):
-            session.sleep()
+@functools.cache
+def named_conversations() -> tuple[NamedConversations, ...]:
+    """Of all extensions."""
+    return tuple(brought("conversations"))

@@ -1,6 +1,8 @@
 """The session store: the calls between sessions and the place where they are durable.
 
-    create find has list expired        sessions, by namespace and name
+    create find has list                sessions, by namespace and name
+    put record expired                  records, by namespace, kind and name
+    pend pending                        the turn that a session is asked, until it is answered
     add move note delete head           a change of one session; where it stands
     read start page nbytes tree         its turns, each proved by its digest
     label memories locate forget        labelled turns
@@ -26,7 +28,7 @@ changes; numbers of sessions, turns and memories are never given out again.
 
 Leases: `take` has a session for one turn or change, `release` ends that. A store whose processes can lose
 touch with it gives a lease that runs out, with a fencing token: it counts up with every `take`, the store
-remembers the token of its own lease, and `add`, `move` and `delete` compare it inside their transaction. A
+remembers the token of its lease, and `add`, `move` and `delete` compare it inside their transaction. A
 holder that slept through its lease is refused with `SessionError`, and nothing is written. Where locks are
 the system's and end with the process, no token is needed.
 """
@@ -37,17 +39,22 @@ import builtins
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from perdure.sessions.history import TurnPage, TurnReference
-from perdure.sessions.info import SessionInfo, SessionMemory, Tree
+from perdure.sessions.info import Record, SessionInfo, SessionMemory, Tree
 from perdure.sessions.turn import FIRST, Turn
 
+Noted = TypeVar("Noted", bound=Record)
+
 RESPONSE = "response"
-"""The kind of a session that is a stored response: found by its name, and not listed."""
+"""The kind of a record that is a stored response: it stands at a turn, as a session does."""
 STREAM = "stream"
-"""The kind of a session that is the record of a stream (`server/core/event_log.py`): the same."""
-UNLISTED = (RESPONSE, STREAM)
+"""The kind of a record of a stream (`server/core/event_log.py`): it stands at none."""
+PENDING = "pending"
+"""The kind of a record of a pending turn (`sessions/pending_turn.py`): its name is its session's number."""
+RECORDS = (RESPONSE, STREAM, PENDING)
+"""Kinds that are kept apart from sessions: a record is found by its kind and name, and never listed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,18 +64,18 @@ class Quota:
     sessions: int | None = None
     """Sessions, stored responses among them."""
     nbytes: int | None = None
-    """Of turns: texts, tokens and settings."""
+    """Of sessions, turns and memories: all that they have, with a fixed part for each row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamespaceSize:
-    """What is kept for a namespace. Turns that several of its sessions share are counted once."""
+    """What is kept for a namespace that has sessions. Turns that several of them share are counted once."""
 
     namespace: str
     sessions: int
     turns: int
     nbytes: int
-    """Of the turns: texts, tokens and settings. State beside them is bounded for all together."""
+    """What its quota counts. State beside them is bounded for all together."""
 
 
 class SessionStore(Protocol):
@@ -79,6 +86,11 @@ class SessionStore(Protocol):
     """Whether other processes may change what is in it."""
     key: bytes | None
     """What signs exports, so that the state in them is known again. None where it may not be made."""
+
+    @property
+    def key_store(self) -> object:
+        """Where keys of clients are kept with the sessions, a `KeyStore` of the server; None for nowhere."""
+        return None
 
     # Sessions.
 
@@ -100,7 +112,7 @@ class SessionStore(Protocol):
         ...
 
     def find(self, namespace: str, name: str) -> SessionInfo:
-        """The session of that name as it is now."""
+        """The session of that name as it is now, or else the stored response."""
         ...
 
     def has(self, namespace: str, name: str) -> bool: ...
@@ -117,9 +129,29 @@ class SessionStore(Protocol):
         With `text`, those that have it in their names or in what was said."""
         ...
 
-    def expired(self, before: float, *, limit: int, kind: str = RESPONSE) -> builtins.list[tuple[str, str]]:
-        """Namespaces and names of sessions of a kind that is not listed, last changed before a time, the
-        oldest first."""
+    # Records. A stored response is made by `create`, and changed as a session is.
+
+    def put(self, namespace: str, kind: str, name: str, body: Mapping[str, Any]) -> Record:
+        """A new record that stands at no turn. `take`, `release` and `delete` are as for sessions."""
+        ...
+
+    def record(self, namespace: str, kind: str, name: str) -> Record:
+        """The record of that name as it is now; of a stored response, a `SessionInfo`."""
+        ...
+
+    def expired(self, before: float, *, limit: int, kind: str) -> builtins.list[tuple[str, str]]:
+        """Namespaces and names of records of a kind, last changed before a time, the oldest first."""
+        ...
+
+    # Pending turns. A session that moves on, by `add` or `move`, or goes, has none any more.
+
+    def pend(self, session: SessionInfo, body: Mapping[str, Any] | None) -> Record | None:
+        """Write down the turn that a session is asked, in the place of the one that was; None forgets it. It
+        counts, and no quota refuses it. Refused where the session was taken over."""
+        ...
+
+    def pending(self, session: SessionInfo) -> Record | None:
+        """The turn that was asked of a session and is no part of it yet."""
         ...
 
     def add(
@@ -139,16 +171,17 @@ class SessionStore(Protocol):
         """Let a session stand at another turn, which has that digest. Refused as `add` is."""
         ...
 
-    def note(self, session: SessionInfo, origin: Mapping[str, Any]) -> SessionInfo:
-        """Write down something else of where a session comes from."""
+    def note(self, record: Noted, origin: Mapping[str, Any], *, bounded: bool = True) -> Noted:
+        """Write down something else of where a session comes from, or of what a record says. What is not
+        `bounded` counts, but no quota refuses it."""
         ...
 
-    def delete(self, session: SessionInfo) -> None:
-        """Forget a session, and the turns to which nothing else leads."""
+    def delete(self, session: Record) -> None:
+        """Forget a session or a record, and the turns to which nothing else leads."""
         ...
 
     def head(self, session: SessionInfo) -> int:
-        """The number of the turn at which that very session stands now, whoever moved it."""
+        """The number of the turn at which that very session stands now, also if another process moved it."""
         ...
 
     # Turns.
@@ -210,12 +243,12 @@ class SessionStore(Protocol):
 
     # One at a time.
 
-    def take(self, session: SessionInfo) -> bool:
+    def take(self, session: Record) -> bool:
         """Have a session for a turn or a change; False where another process, or another runtime of this
         one, has it. Within a runtime, sessions see to that themselves."""
         ...
 
-    def release(self, session: SessionInfo) -> None:
+    def release(self, session: Record) -> None:
         """End what `take` began. One that was not taken, or was lost, is no error."""
         ...
 

@@ -1,7 +1,7 @@
 """A deterministic engine in plain Python with the contract of the real one, traps included.
 
 `core.py` is what a sequence holds and the native calls over it, `model.py` a vocabulary of bytes, `faults.py`
-a plan of what shall go wrong. Nothing here protects the caller: that is what `Context` is for.
+planned faults. Nothing here protects the caller: that is what `Context` is for.
 """
 
 from perdure.testing.toy.core import ToyAbort, ToyAdapter, ToyCore

@@ -42,7 +42,7 @@ class ToyAdapter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
+class TextEnding:
     """When a text ends: `length` tokens after the token `opened`, the logit of `end` is higher by `by`."""
 
     opened: int
@@ -54,13 +54,13 @@ class Ending:
 class Trouble:
     """The faults still to come in one context, and the calls counted so far. Tests may add to it."""
 
-    def __init__(self, plan: Faults) -> None:
-        self.calls = set(plan.calls)
-        self.decodes = dict(plan.decodes)
-        self.writes = set(plan.writes)
-        self.lies = dict(plan.lies)
-        self.pace = plan.pace
-        self.gate = plan.gate
+    def __init__(self, faults: Faults) -> None:
+        self.calls = set(faults.calls)
+        self.decodes = dict(faults.decodes)
+        self.writes = set(faults.writes)
+        self.lies = dict(faults.lies)
+        self.pace = faults.pace
+        self.gate = faults.gate
         self.n_calls = self.n_decodes = self.n_writes = self.n_questions = 0
 
     # Adding to it.
@@ -122,7 +122,7 @@ class ToyCore:
         max_outputs: int,
         shared: bool,
         faults: Faults,
-        ending: Ending | None = None,
+        ending: TextEnding | None = None,
     ) -> None:
         self.n_vocab = len(bias)
         self.width = WIDTH
@@ -136,7 +136,7 @@ class ToyCore:
         self._max_outputs = max_outputs
         self._shared = shared
         self._salt = self._plain = mix(int(weights[:16], 16))
-        self._states = [SequenceState(memory) for _ in range(n_seq)]
+        self._states = [ToySequenceState(memory) for _ in range(n_seq)]
         self._ramp = (np.arange(1, self.n_vocab + 1, dtype=np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
         self._buffer: Floats = np.full((1, self.n_vocab), _NOISE, np.float32)
         self._places: dict[int, int] = {}
@@ -263,7 +263,7 @@ class ToyCore:
         unit = (bits >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
         return unit * np.float32(8) - np.float32(4) + self._bias
 
-    def _is_over(self, seq: int, ending: Ending) -> bool:
+    def _is_over(self, seq: int, ending: TextEnding) -> bool:
         base = self._states[seq].base
         since = base.since(ending.opened) if base is not None else None
         return since is not None and since >= ending.length
@@ -295,7 +295,7 @@ class ToyCore:
     def clear(self) -> None:
         self._check_open()
         if not self.faults.strikes():
-            self._states = [SequenceState(self._memory) for _ in self._states]
+            self._states = [ToySequenceState(self._memory) for _ in self._states]
 
     # State.
 
@@ -308,7 +308,7 @@ class ToyCore:
     def write(self, seq: int, state: NDArray[np.uint8], *, partial: bool) -> bool:
         sequence = self._at(seq)
         if self.faults.write() or not sequence.unpack(memoryview(state.tobytes()), partial=partial):
-            self._states[seq] = SequenceState(self._memory)
+            self._states[seq] = ToySequenceState(self._memory)
             return False
         return True
 
@@ -320,7 +320,7 @@ class ToyCore:
     ) -> bool:
         sequence = self._at(seq)
         if self.faults.write() or not sequence.assemble(pieces, tail_state):
-            self._states[seq] = SequenceState(self._memory)
+            self._states[seq] = ToySequenceState(self._memory)
             return False
         return True
 
@@ -364,7 +364,7 @@ class ToyCore:
         self._buffer[:] = _NOISE
         self._states = []
 
-    def _at(self, seq: int) -> SequenceState:
+    def _at(self, seq: int) -> ToySequenceState:
         self._check_open()
         if not 0 <= seq < len(self._states):
             raise ToyAbort(f"sequence {seq} of {len(self._states)}")
@@ -504,7 +504,7 @@ class Rolling:
     value: int = 0
 
 
-class SequenceState:
+class ToySequenceState:
     """The state of one sequence, in the parts that its kind of memory has.
 
     `base` where it has rows, `window` where it has one, `rolling` where it has a recurrent state.
@@ -576,8 +576,8 @@ class SequenceState:
         if self.window is not None:
             self.window.cut(start)
 
-    def copy(self) -> SequenceState:
-        twin = SequenceState(self._memory)
+    def copy(self) -> ToySequenceState:
+        twin = ToySequenceState(self._memory)
         twin.base = None if self.base is None else self.base.copy()
         twin.window = None if self.window is None else self.window.copy()
         twin.rolling = self.rolling

@@ -1,4 +1,4 @@
-"""What shall go wrong in a toy engine, and when: a plan. `Trouble` (`core.py`) carries it out."""
+"""Planned faults of a toy engine: which calls fail, and how. `Trouble` (`core.py`) carries them out."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Gate:
             self.reached.clear()
 
     def check_stop(self) -> None:
-        """Make whoever waits look at its stop flag again."""
+        """Make threads that wait check their stop flag again."""
         with self._change:
             self._change.notify_all()
 
@@ -53,7 +53,7 @@ class Gate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """A plan for every context of a model. Calls are counted from 1, for each context alone."""
+    """The planned faults of every context of a model. Calls are counted from 1, for each context alone."""
 
     no_memory: bool = False
     """No context can be opened."""

@@ -6,21 +6,23 @@ import dataclasses
 import hashlib
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from types import MappingProxyType
-from typing import Unpack
+from typing import Never
 
 import numpy as np
 
 from perdure.checks import check_whole
 from perdure.closing import Closing
-from perdure.config import N_CTX, SLOTS
 from perdure.engine.context import Context
-from perdure.engine.contract import Capabilities, ContextKeywords, ModelInfo, check_token
+from perdure.engine.contract import Capabilities, ModelInfo, check_token
 from perdure.engine.embedder import CHUNK, Embedder, Pooling
+from perdure.engine_config import N_CTX, SLOTS, ContextConfig, KvType
 from perdure.errors import ClosedError, InvalidInputError, ModelNotFoundError, OutOfMemoryError
 from perdure.identity import Identity
 from perdure.memory import FullAttention, MemorySpec
-from perdure.testing.toy.core import Ending, ToyAdapter, ToyCore
+from perdure.options import refuse_unknown
+from perdure.testing.toy.core import TextEnding, ToyAdapter, ToyCore
 from perdure.testing.toy.faults import Faults
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
@@ -43,6 +45,11 @@ class ToyModel(Closing):
 
     The same seed, kind and window always give the same logits for the same tokens, at any batch shape.
     """
+
+    path: Path | None = None
+    gpu_layers = 0
+    experts_on_gpu = False
+    traces = False
 
     def __init__(
         self,
@@ -185,8 +192,10 @@ class ToyModel(Closing):
         threads: int | None = None,
         swa_full: bool = True,
         trace: object = None,
+        **unknown: Never,
     ) -> Context:
-        """A context of `n_seq` sequences that hold `n_ctx` tokens each. It uses no threads of its own."""
+        """A context of `n_seq` sequences that hold `n_ctx` tokens each. It starts no threads."""
+        refuse_unknown(unknown, self.context)
         self._check_open()
         if trace is not None:
             raise InvalidInputError("the toy engine has no layers that could be traced: leave trace out")
@@ -203,8 +212,6 @@ class ToyModel(Closing):
                 tokenizer="bytes",
                 template="chatml",
                 adapters=adapters,
-                k_type="token",
-                v_type="token",
                 attention="toy",
                 rope="none",
                 window=memory.identity,
@@ -212,6 +219,7 @@ class ToyModel(Closing):
                 engine="toy 1",
                 kernels="python",
                 devices="none",
+                **KvType("token", "token").keywords,
             )
 
         return Context(
@@ -226,13 +234,11 @@ class ToyModel(Closing):
             n_batch=n_batch,
         )
 
-    def spare_sequences(self, n_ctx: int, **context: Unpack[ContextKeywords]) -> int:
+    def spare_sequences(self, n_ctx: int, config: ContextConfig) -> int:
         """It computes in the machine's own memory."""
         return 0
 
-    def fit_context(
-        self, n_ctx: int | None, slots: int | None, **context: Unpack[ContextKeywords]
-    ) -> tuple[int, int]:
+    def fit_context(self, n_ctx: int | None, slots: int | None, config: ContextConfig) -> tuple[int, int]:
         """Its state is a few bytes a token: as much as is usual."""
         return n_ctx or N_CTX, slots or SLOTS
 
@@ -260,7 +266,7 @@ class ToyModel(Closing):
         ending = None
         if self._reply_tokens is not None:
             length = len("assistant\n") + self._reply_tokens
-            ending = Ending(
+            ending = TextEnding(
                 opened=_IDS["<|im_start|>"], end=_IDS["<|im_end|>"], length=length, by=2 * _CERTAIN
             )
         return ToyCore(

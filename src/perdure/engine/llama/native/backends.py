@@ -12,7 +12,6 @@ from pathlib import Path
 
 from perdure.engine.llama.native.declarations import Functions
 from perdure.errors import EngineLibraryError
-from perdure.libraries.runtime import runtime_folders
 
 log = logging.getLogger("perdure.llama")
 
@@ -25,7 +24,7 @@ _ONLY = "default"
 
 
 @dataclass(frozen=True, slots=True)
-class Backend:
+class ComputeBackend:
     """One backend's file: `cpu` in a variant, or `cuda`, `vulkan`, `metal`, …"""
 
     kind: str
@@ -33,13 +32,13 @@ class Backend:
     path: Path
 
 
-def backends(folder: Path) -> list[Backend]:
+def backends(folder: Path) -> list[ComputeBackend]:
     """The backends whose files lie in `folder`, in a fixed order."""
     backend_list = []
     for entry in sorted(folder.iterdir()):
         match = _BACKEND.fullmatch(entry.name)
         if match and match["kind"] not in _NOT_BACKENDS:
-            backend_list.append(Backend(match["kind"], match["variant"] or _ONLY, entry))
+            backend_list.append(ComputeBackend(match["kind"], match["variant"] or _ONLY, entry))
     return backend_list
 
 
@@ -144,6 +143,8 @@ def use_driver(path: Path) -> None:
 
 
 def _find(name: str, beside: Sequence[Path]) -> Path | None:
+    from perdure.libraries.runtime import runtime_folders
+
     for file in beside:
         # libggml-cuda.so is what libllama asks for as libggml-cuda.so.0.
         if name == file.name or name.startswith(f"{file.name}."):

@@ -36,6 +36,8 @@ OLDEST, NEXT = (0, 4), (0, 7)
 
 MAX_THREADS = 512
 """`GGML_MAX_N_THREADS`: the length of a thread pool's CPU mask."""
+CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2}
+"""The types of keys and values, by the library's numbers."""
 
 LogCallback = CFUNCTYPE(None, c_int, c_char_p, c_void_p)
 ProgressCallback = CFUNCTYPE(c_bool, c_float, c_void_p)
@@ -47,7 +49,7 @@ Adapter = c_void_p
 """A LoRA adapter's handle, for arrays of them."""
 
 
-class Batch(Structure):
+class LlamaBatch(Structure):
     """`llama_batch`: the tokens of one step."""
 
     _fields_ = (
@@ -61,7 +63,7 @@ class Batch(Structure):
     )
 
     @classmethod
-    def of(cls, tokens: Array[c_int32]) -> Batch:
+    def of(cls, tokens: Array[c_int32]) -> LlamaBatch:
         """A step that appends `tokens` to sequence 0 and gives one row, that of the last."""
         return cls(n_tokens=len(tokens), token=ctypes.cast(tokens, POINTER(c_int32)))
 
@@ -300,6 +302,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "llama_model_n_layer_nextn": (c_int32, [c_void_p]),
     "llama_model_n_head": (c_int32, [c_void_p]),
     "llama_model_n_head_kv": (c_int32, [c_void_p]),
+    "llama_model_n_embd_inp": (c_int32, [c_void_p]),
     "llama_model_rope_type": (c_int32, [c_void_p]),
     "llama_model_n_cls_out": (c_uint32, [c_void_p]),
     "llama_model_n_swa": (c_int32, [c_void_p]),
@@ -349,7 +352,8 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "llama_set_abort_callback": (None, [c_void_p, AbortCallback, c_void_p]),
     "llama_set_adapters_lora": (c_int32, [c_void_p, POINTER(Adapter), c_size_t, _FLOATS]),
     "llama_set_adapter_cvec": (c_int32, [c_void_p, _FLOATS, c_size_t, c_int32, c_int32, c_int32]),
-    "llama_decode": (c_int32, [c_void_p, Batch]),
+    "llama_decode": (c_int32, [c_void_p, LlamaBatch]),
+    "llama_set_causal_attn": (None, [c_void_p, c_bool]),
     "llama_synchronize": (None, [c_void_p]),
     "llama_get_logits_ith": (_FLOATS, [c_void_p, c_int32]),
     "llama_get_embeddings": (_FLOATS, [c_void_p]),
@@ -395,7 +399,7 @@ _MANGLED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class StructLayout:
     """The declarations for one version."""
 
     context_params: type[Structure]
@@ -413,11 +417,11 @@ class Layout:
         }
 
 
-_LAYOUTS = {(0, 4): Layout(ContextParams), (0, 6): Layout(ContextParams06)}
+_LAYOUTS = {(0, 4): StructLayout(ContextParams), (0, 6): StructLayout(ContextParams06)}
 """By the version that each begins with."""
 
 
-def layout_of(version: tuple[int, ...]) -> Layout:
+def layout_of(version: tuple[int, ...]) -> StructLayout:
     """The declarations for a version: those of the newest known one for what is newer."""
     return _LAYOUTS[max((known for known in _LAYOUTS if known <= version), default=min(_LAYOUTS))]
 
@@ -456,7 +460,7 @@ class Functions:
     def quick(self, name: str) -> Any:
         """The function `name`, for calls that take no time: Python's lock is kept meanwhile.
 
-        Whoever gives the lock up for a moment, where other threads want it, waits up to 5 ms to have it back.
+        A thread that releases the lock while other threads want it waits up to 5 ms to have it back.
         A pointer is given as its plain address, or None.
         """
         address = ctypes.cast(getattr(self, name), c_void_p).value

@@ -36,7 +36,7 @@ _FIGURES = (0, 8)
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class StateLayout:
     """How one context writes the part of a state that has a row a token."""
 
     opening: bytes
@@ -62,7 +62,7 @@ class Layout:
         head = 8 + 4 + 4 * self.streams + 8 + len(self.figures)
         return head + length * (self.cell_bytes + self.row_bytes - self.extension) + 12 * len(self.regions)
 
-    def rows(self, state: Bytes) -> TokenRows | None:
+    def rows(self, state: Bytes) -> StateRows | None:
         """The rows of `state`, or None where its cells are not just the positions from 0 on."""
         cells, at = self._cells(state)
         if cells is None:
@@ -75,7 +75,7 @@ class Layout:
             order = np.argsort(positions)
             if not np.array_equal(positions[order], np.arange(counts)):
                 return None
-        return TokenRows(cells[:, 8 : 8 + self.extension], self._runs(state, at, counts), order)
+        return StateRows(cells[:, 8 : 8 + self.extension], self._runs(state, at, counts), order)
 
     def build(self, seq: int, pieces: Sequence[Bytes], tail_state: Bytes | None, out: Bytes) -> Bytes:
         """The state of `seq` with the rows of `pieces`, in the front of `out`."""
@@ -155,7 +155,7 @@ class Layout:
         return runs
 
 
-class TokenRows:
+class StateRows:
     """The rows of one state, over its bytes: cut what you need before those change."""
 
     def __init__(self, extensions: Bytes, runs: Sequence[Rows], order: NDArray[np.intp] | None) -> None:
@@ -167,9 +167,9 @@ class TokenRows:
     def __len__(self) -> int:
         return len(self._extensions)
 
-    def as_stored(self) -> TokenRows:
+    def as_stored(self) -> StateRows:
         """The same rows in the order in which their cells lie."""
-        return TokenRows(self._extensions, self._runs, None)
+        return StateRows(self._extensions, self._runs, None)
 
     def cut(self, start: int, stop: int) -> Bytes:
         """The rows of tokens `start` to `stop`, one a token, in an array of their own."""
@@ -182,7 +182,7 @@ class TokenRows:
         return out
 
 
-def discover(state: Bytes, tail_state: Bytes | None, seq: int, streams: int) -> Layout | None:
+def discover(state: Bytes, tail_state: Bytes | None, seq: int, streams: int) -> StateLayout | None:
     """The layout of `state`, which ends in `tail_state`; None where no reading accounts for every byte."""
     end = len(state) - (0 if tail_state is None else len(tail_state))
     if tail_state is not None and not np.array_equal(state[end:], tail_state):
@@ -194,8 +194,8 @@ def discover(state: Bytes, tail_state: Bytes | None, seq: int, streams: int) -> 
     return None
 
 
-def window(tail_state: Bytes, streams: int) -> tuple[Layout, int, TokenRows] | None:
-    """The rows of a window's cells, which a tail state has with an opening of its own, in the order of their
+def window(tail_state: Bytes, streams: int) -> tuple[StateLayout, int, StateRows] | None:
+    """The rows of a window's cells, which a tail state has behind a separate header, in the order of their
     positions, with the first position; None where no reading accounts for every byte and position."""
     (seq,) = struct.unpack_from("<i", tail_state.tobytes()[:8], 4)
     for extension, figures in itertools.product(_EXTENSIONS, _FIGURES):
@@ -208,11 +208,11 @@ def window(tail_state: Bytes, streams: int) -> tuple[Layout, int, TokenRows] | N
         if not np.array_equal(positions[order], positions.min() + np.arange(len(cells))):
             continue
         runs = layout._runs(tail_state, at + 8 + len(layout.figures), len(cells))
-        return layout, int(positions.min()), TokenRows(cells[:, 8 : 8 + extension], runs, order)
+        return layout, int(positions.min()), StateRows(cells[:, 8 : 8 + extension], runs, order)
     return None
 
 
-def _read(body: Bytes, seq: int, streams: int, extension: int, figures: int) -> Layout | None:
+def _read(body: Bytes, seq: int, streams: int, extension: int, figures: int) -> StateLayout | None:
     data = memoryview(body)  # type: ignore[arg-type]
     try:
         at = 8
@@ -243,7 +243,7 @@ def _read(body: Bytes, seq: int, streams: int, extension: int, figures: int) -> 
             or not layers <= len(regions) <= 2 * layers
         ):
             return None
-        return Layout(bytes(data[:8]), streams, extension, layers, tuple(regions), between)
+        return StateLayout(bytes(data[:8]), streams, extension, layers, tuple(regions), between)
     except struct.error:
         return None
 

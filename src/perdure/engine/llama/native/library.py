@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from perdure.engine.llama.native import guard, probe
+from perdure.engine.llama.native import guard
 from perdure.engine.llama.native.backends import backends, load_backends, open_library, use_driver
+from perdure.engine.llama.native.choice import choose
 from perdure.engine.llama.native.declarations import Functions
 from perdure.engine.llama.native.log_sink import LogSink
+from perdure.engine.llama.native.probe_results import digest
 from perdure.engine.llama.native.source import WAYS, LibrarySource
 from perdure.errors import EngineLibraryError
 
@@ -73,7 +75,7 @@ class Library:
     @functools.cached_property
     def identity(self) -> str:
         """The version and the content of its files, wherever they lie."""
-        return f"llama.cpp {self.version} {probe.digest(self.source)}"
+        return f"llama.cpp {self.version} {digest(self.source)}"
 
     @functools.cached_property
     def kernels(self) -> str:
@@ -128,8 +130,9 @@ def load_file(path: Path) -> ctypes.CDLL:
 def _share_cpp_runtime() -> None:
     """Have every library loaded from now on find the system's C++ runtime first.
 
-    A GPU backend may bring parts of a C++ runtime of its own and show them to the others. libllama would then
-    call into those, with objects of the system's runtime, and the process would die in `std::regex`.
+    A GPU backend may bring parts of another C++ runtime and export them to the other libraries. libllama
+    would then call into those, with objects of the system's runtime, and the process would die in
+    `std::regex`.
     """
     # Where there is none of this name, no library was linked to it.
     with contextlib.suppress(OSError):
@@ -139,7 +142,7 @@ def _share_cpp_runtime() -> None:
 @functools.cache
 def loaded() -> Library:
     """The library of this process, loaded when it is first asked for."""
-    chosen = probe.choose()
+    chosen = choose()
     way = chosen.result.attempts[-1]
     problems = (each.gpu_problem for each in (chosen.result, *chosen.passed))
     return Library(

@@ -43,7 +43,7 @@ class _LogLines:
 
     def __init__(self) -> None:
         self.captured: dict[int, CapturedErrors] = {}
-        """Who wants to know why a call fails, by thread."""
+        """By thread, what collects the reasons of a failing call."""
         self._level = logging.DEBUG
         self._text = ""
 
@@ -94,7 +94,7 @@ class LogSink:
 
     @contextmanager
     def muted(self, owner: int) -> Iterator[None]:
-        """Ignore the lines of a call that is meant to be refused, or whose lines tell nothing.
+        """Ignore the lines of a call that is meant to be refused, or whose lines are noise.
 
         A Ctrl-C that arrives while Python reads a line is lost.
         """

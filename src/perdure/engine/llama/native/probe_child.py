@@ -54,7 +54,7 @@ def main(job: dict[str, Any], models: Path) -> None:
 
 def run(library: Any, path: Path) -> None:
     """Decode steps of every size on one model, and all of them in one step: the rows must agree."""
-    from perdure.engine.llama.native.declarations import Batch
+    from perdure.engine.llama.native.declarations import LlamaBatch
 
     lib = library.functions
     say(f"a {path.stem} model, loading")
@@ -78,7 +78,7 @@ def run(library: Any, path: Path) -> None:
         for size in steps:
             say(f"a {path.stem} model, a step of {size} tokens")
             tokens = (ctypes.c_int32 * size)(*TOKENS[at : at + size])
-            if lib.llama_decode(context, Batch.of(tokens)):
+            if lib.llama_decode(context, LlamaBatch.of(tokens)):
                 raise SystemExit(f"it could not decode {size} tokens of a {path.stem} model")
             at += size
         rows.append(lib.llama_get_logits_ith(context, -1)[: lib.llama_vocab_n_tokens(vocab)])

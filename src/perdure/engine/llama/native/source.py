@@ -8,13 +8,15 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from perdure import libraries
 from perdure.config import settings
 from perdure.errors import EngineLibraryError
-from perdure.libraries.machine import ranked, read_machine
-from perdure.libraries.runtime import install_runtime
-from perdure.models.download import Progress
+
+if TYPE_CHECKING:
+    from perdure.models.registry import Progress
+
 
 log = logging.getLogger("perdure.engine")
 
@@ -32,7 +34,7 @@ _LIBRARY = re.compile(
     r"(?:lib|x(?=llamacpp))?(?P<stem>[a-z-]+?)(?:cpp\.abi3)?(?:\.[a-z]+(?=\.v))?(?:\.v?[0-9.]+)?\.(?:so|dylib|dll)(?:\.[0-9]+)*"
 )
 _PLACES = ("", "lib", "bin", "build/bin", "lib64")
-"""Where in a folder that somebody names the shared libraries may lie."""
+"""Where the shared libraries may lie in a folder that a user names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,9 +95,12 @@ def fetch_library(
 ) -> LibrarySource:
     """The prebuilt library for this machine, fetched and installed now.
 
-    The best one is taken if it is small, if `engine` is "auto" in the config, or if somebody agrees to its
+    The best one is taken if it is small, if `engine` is "auto" in the config, or if a user agrees to its
     size; else the usual one. Where there is a GPU, a line of the log says what is taken.
     """
+    from perdure.libraries.machine import ranked, read_machine
+    from perdure.libraries.runtime import install_runtime
+
     backend = settings().engine
     if backend not in (None, "auto"):
         return _source(libraries.install(backend, progress), "fetched")
@@ -109,7 +114,7 @@ def fetch_library(
         log.warning("found %s; taking %s", machine, what)
         entry = libraries.install(best.package.backend, progress)
         if best.runtime is not None:
-            install_runtime(best.runtime)
+            install_runtime(best.runtime, progress)
         return _source(entry, "fetched")
     log.warning("found %s, which is not used: `perdure engine install` fetches %s", machine, what)
     return _source(libraries.install(progress=progress), "fetched")

@@ -14,25 +14,27 @@ from perdure.chat.message import Message
 from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.errors import ContextOverflow
 from perdure.server.core.api_error import ApiError
-from perdure.server.core.app_state import AppState, AppStateDep, Caller, CallerDep
+from perdure.server.core.app_state import AppState, AppStateDep, CallerDep
 from perdure.server.core.body_route import BodyRoute
 from perdure.server.core.follow import answer
 from perdure.server.core.protocol import (
     CallBuffer,
-    Event,
     Events,
     EventTemplate,
     Protocol,
+    ProtocolEvent,
     WholeCall,
     named_event,
 )
 from perdure.server.core.schemas import ResponseSchema, errors, refuse_fields, streamed
+from perdure.server.core.visit import Caller
 from perdure.server.protocols.chat import ExtensionAnswer, extension
+from perdure.server.protocols.image_input import readable_messages
 from perdure.server.protocols.messages.requests import (
     FIVE_MINUTES,
     HOUR,
-    Conversation,
     CountRequest,
+    InnerMessages,
     MessagesRequest,
     prompt_options,
     reply_request,
@@ -104,13 +106,16 @@ class CountAnswer(ResponseSchema):
 class MessagesHead:
     """What whole answers and streams of one request say alike."""
 
-    def __init__(self, body: MessagesRequest, app_state: AppState, namespace: str) -> None:
+    def __init__(
+        self, body: MessagesRequest, app_state: AppState, namespace: str, ignored: Sequence[str] = ()
+    ) -> None:
         self.id = f"msg_{uuid.uuid4().hex}"
         self.model = app_state.name
         self.hides_thinking = body.hides_thinking
         self._max_tokens = body.max_tokens
-        self._cipher = app_state.reasoning_cipher
+        self._cipher = app_state.server.reasoning_cipher
         self._namespace = namespace
+        self._ignored = ignored
 
     def whole(self, replies: Sequence[ChatReply]) -> MessagesAnswer:
         reply = replies[0]
@@ -122,8 +127,11 @@ class MessagesHead:
             stop_reason=stop_reason,
             stop_sequence=stop_sequence,
             usage=MessagesUsage.of(reply),
-            perdure=extension(reply),
+            perdure=self.extension(reply),
         )
+
+    def extension(self, reply: ChatReply) -> ExtensionAnswer:
+        return extension(reply, ignored=self._ignored)
 
     def signature(self, thinking: str) -> str:
         """What stands for thoughts when they are sent back, so that they are found again as they were."""
@@ -136,8 +144,9 @@ class MessagesHead:
         if reply.finish_reason == "length":
             full = reply.usage.completion_tokens < self._max_tokens
             return ("model_context_window_exceeded" if full else "max_tokens"), None
-        if reply.finish_reason == "repetition":
-            return "repetition", None
+        if reply.finish_reason != "stop":
+            # What else cuts a reply short has no word there; `perdure.finish_reason` has ours.
+            return "max_tokens", None
         return ("end_turn", None) if reply.stop is None else ("stop_sequence", reply.stop)
 
     def _content(self, reply: ChatReply) -> list[dict[str, Any]]:
@@ -156,7 +165,7 @@ class MessagesHead:
 
 
 def call_input(arguments: str) -> dict[str, Any]:
-    """Arguments as an object. What is none, since a reply was cut short, stands under a name of its own."""
+    """Arguments as an object. Those that a cut reply left incomplete stand as text under a special name."""
     try:
         parsed = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
@@ -256,7 +265,7 @@ class MessagesWriter:
         if delta.text and self._kind == "text" and not (delta.reasoning or delta.tool_calls):
             assert self._template is not None
             return (self._template(delta.text),)
-        events: list[Event] = []
+        events: list[ProtocolEvent] = []
         self._calls.drop(delta.tool_calls)
         if delta.reasoning:
             events += self._enter("thinking")
@@ -277,7 +286,7 @@ class MessagesWriter:
             "type": "message_delta",
             "delta": {"stop_reason": stop_reason, "stop_sequence": stop_sequence},
             "usage": MessagesUsage.of(reply).model_dump(),
-            "perdure": extension(reply).model_dump(),
+            "perdure": self._head.extension(reply).model_dump(),
         }
         return [
             *self._write_calls(self._calls.finish()),
@@ -289,7 +298,7 @@ class MessagesWriter:
     def error(self, error: ApiError) -> Events:
         return [named_event(error_body(error)[1])]
 
-    def _enter(self, kind: Kind) -> list[Event]:
+    def _enter(self, kind: Kind) -> list[ProtocolEvent]:
         """Have a block of this kind open."""
         if self._kind == kind:
             return []
@@ -307,7 +316,7 @@ class MessagesWriter:
         self._template = EventTemplate(delta, named_event)
         return [*events, _start(index, empty)]
 
-    def _leave(self) -> list[Event]:
+    def _leave(self) -> list[ProtocolEvent]:
         """End the block that is open."""
         if self._kind is None:
             return []
@@ -320,7 +329,7 @@ class MessagesWriter:
         self._next += 1
         return [*events, _stop(index)]
 
-    def _write_calls(self, calls: Sequence[WholeCall]) -> list[Event]:
+    def _write_calls(self, calls: Sequence[WholeCall]) -> list[ProtocolEvent]:
         if not calls:
             return []
         events = self._leave()
@@ -335,11 +344,11 @@ class MessagesWriter:
         return events
 
 
-def _start(index: int, block: dict[str, Any]) -> Event:
+def _start(index: int, block: dict[str, Any]) -> ProtocolEvent:
     return named_event({"type": "content_block_start", "index": index, "content_block": block})
 
 
-def _stop(index: int) -> Event:
+def _stop(index: int) -> ProtocolEvent:
     return named_event({"type": "content_block_stop", "index": index})
 
 
@@ -359,7 +368,7 @@ async def messages(
     """A reply to a conversation, in the shape of Anthropic's Messages."""
     app_state = await app_state.serving(body.model, caller.visit, caller.namespace, sign=bool(body.stream))
     stream, messages = await app_state.call(_submit, body, app_state, caller)
-    head = MessagesHead(body, app_state, caller.namespace)
+    head = MessagesHead(body, app_state, caller.namespace, caller.ignored)
     return await answer(
         stream,
         request,
@@ -376,7 +385,7 @@ def _submit(
     body: MessagesRequest, app_state: AppState, caller: Caller
 ) -> tuple[TurnStream, Sequence[Message]]:
     """In one thread: to read what is asked takes time too."""
-    refuse_fields(body, strict=app_state.strict, refused={}, notes=caller.notes)
+    refuse_fields(body, strict=app_state.server.strict, refused={}, notes=caller.notes)
     request = reply_request(body, app_state, caller.namespace)
     return request.submit(app_state, caller, body), request.messages
 
@@ -389,7 +398,8 @@ async def count_tokens(body: CountRequest, app_state: AppStateDep, caller: Calle
 
 
 def _count(body: CountRequest, app_state: AppState, namespace: str) -> CountAnswer:
-    messages, options = Conversation(body, app_state, namespace).messages, prompt_options(body)
+    said = InnerMessages(body, app_state, namespace).messages
+    messages, options = readable_messages(said, app_state), prompt_options(body)
     try:
         return CountAnswer(
             input_tokens=app_state.runtime.count_chat(messages, namespace=namespace, **options)

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from perdure.chat.message import parse_messages
+from perdure.chat.message import Image
 from perdure.decode.request import KeptPrefix
 from perdure.server.core.api_error import invalid, unreadable
 from perdure.server.core.app_state import AppState
 from perdure.server.core.schemas import Items, RequestSchema, SamplingSchema
-from perdure.server.protocols.conversation_names import NamingFields
+from perdure.server.protocols.image_input import image_of_base64, image_of_url, readable_messages
+from perdure.server.protocols.naming_fields import NamingFields
 from perdure.server.protocols.reply_request import ReplyRequest, SessionExtension, extend
 
 _BILLING = "x-anthropic-billing-header:"
 """How a block begins that Claude Code puts first, and that changes from request to request: no part of the
 prompt, or no prompt would begin as the one before it."""
-_UNREADABLE = {"image": "images", "document": "documents other than text", "container_upload": "files"}
+_UNREADABLE = {"document": "documents other than text", "container_upload": "files"}
 
 FIVE_MINUTES, HOUR = 300.0, 3600.0
 _CACHE_MARKS = 4
@@ -38,7 +40,7 @@ class CacheControl(RequestSchema):
         return HOUR if self.ttl == "1h" else FIVE_MINUTES
 
 
-class Block(RequestSchema):
+class ContentBlock(RequestSchema):
     """A part of a message. What a kind has besides is read by its kind."""
 
     has_more = True
@@ -53,7 +55,7 @@ class Block(RequestSchema):
 
 class InputMessage(RequestSchema):
     role: Literal["user", "assistant", "system"]
-    content: str | Items[Block]
+    content: str | Items[ContentBlock]
 
 
 class MessagesTool(RequestSchema):
@@ -93,7 +95,7 @@ class CountRequest(RequestSchema):
 
     model: str = ""
     messages: Items[InputMessage] = Field(min_length=1)
-    system: str | Items[Block] | None = None
+    system: str | Items[ContentBlock] | None = None
     tools: Annotated[Items[MessagesTool], Field(max_length=1024)] | None = None
     tool_choice: MessagesToolChoice | None = None
     thinking: ThinkingAsked | None = None
@@ -128,15 +130,16 @@ def reply_request(body: MessagesRequest, app_state: AppState, namespace: str) ->
     thinking = body.thinking
     if thinking is not None and thinking.type == "enabled" and thinking.budget_tokens is not None:
         options["reasoning_budget"] = thinking.budget_tokens
-    conversation = Conversation(body, app_state, namespace)
+    conversation = InnerMessages(body, app_state, namespace)
     if conversation.is_prefilled:
         options["continue_final_message"] = True
     if conversation.marks:
         options["cache_marks"] = conversation.cache_marks
     return ReplyRequest(
-        messages=parse_messages(conversation.messages),
-        options=app_state.defaults.fill(options),
+        messages=readable_messages(conversation.messages, app_state),
+        options=app_state.server.defaults.fill(options),
         place=body.perdure.place if body.perdure is not None else None,
+        stores=body.stores,
     )
 
 
@@ -172,15 +175,15 @@ def prompt_options(body: CountRequest) -> dict[str, Any]:
     return options
 
 
-class Conversation:
+class InnerMessages:
     """The messages of a request in the inner form, the system message first, and its cache marks."""
 
     def __init__(self, body: CountRequest, app_state: AppState, namespace: str) -> None:
-        app_state.check_message_count(len(body.messages))
+        app_state.server.check_message_count(len(body.messages))
         self.messages: list[dict[str, Any]] = []
         self.marks: list[tuple[int, CacheControl]] = []
         """Each with the number of messages before it."""
-        self._cipher, self._namespace = app_state.reasoning_cipher, namespace
+        self._cipher, self._namespace = app_state.server.reasoning_cipher, namespace
         if system := _system(body.system):
             self.messages.append({"role": "system", "content": system})
         # Tools are shown with the system message, whatever comes first in a request.
@@ -221,9 +224,10 @@ class Conversation:
         if control is not None:
             self.marks.append((len(self.messages), control))
 
-    def _add_user(self, role: str, blocks: list[Block], where: str) -> None:
+    def _add_user(self, role: str, blocks: list[ContentBlock], where: str) -> None:
         """Results of tools first: they answer the message before."""
-        texts, marks = [], []
+        parts: list[str | Image] = []
+        marks = []
         for at, block in enumerate(blocks):
             place = f"{where}.{at}"
             if block.type == "tool_result":
@@ -235,15 +239,15 @@ class Conversation:
                     }
                 )
                 self._mark(block.cache_control)
-            elif (text := _readable(block, place)) is not None:
-                texts.append(text)
+            elif (part := _readable_or_image(block, place)) is not None:
+                parts.append(part)
                 marks.append(block.cache_control)
-        if texts:
-            self.messages.append({"role": role, "content": "\n\n".join(texts)})
+        if parts:
+            self.messages.append({"role": role, "content": _joined(parts)})
         for mark in marks:
             self._mark(mark)
 
-    def _add_assistant(self, blocks: list[Block], where: str) -> None:
+    def _add_assistant(self, blocks: list[ContentBlock], where: str) -> None:
         texts, thoughts, calls = [], [], []
         for at, block in enumerate(blocks):
             place = f"{where}.{at}"
@@ -276,40 +280,65 @@ class Conversation:
             self._mark(block.cache_control)
 
 
-def _system(system: str | list[Block] | None) -> str:
+def _system(system: str | list[ContentBlock] | None) -> str:
     if system is None or isinstance(system, str):
         return system or ""
     texts = [block.text for block in system if block.text and not block.text.startswith(_BILLING)]
     return "\n\n".join(texts)
 
 
-def _result(block: Block, where: str) -> str:
+def _result(block: ContentBlock, where: str) -> str | list[str | Image]:
     content = block.get("content")
+    result: str | list[str | Image]
     if content is None or isinstance(content, str):
-        text = content or ""
+        result = content or ""
     elif isinstance(content, list):
         parts = [
-            _readable(_block(part, f"{where}.content.{at}"), f"{where}.content.{at}")
+            _readable_or_image(_block(part, f"{where}.content.{at}"), f"{where}.content.{at}")
             for at, part in enumerate(content)
             if isinstance(part, dict)
         ]
-        text = "\n\n".join(part for part in parts if part is not None)
+        result = _joined([part for part in parts if part is not None])
     else:
         raise invalid(f"{where}.content", "a text, or a list of blocks")
-    return f"Error: {text}" if block.get("is_error") is True and text else text
+    if block.get("is_error") is not True or not result:
+        return result
+    return f"Error: {result}" if isinstance(result, str) else ["Error: ", *result]
 
 
-def _block(fields: dict[str, Any], where: str) -> Block:
+def _joined(parts: Sequence[str | Image]) -> str | list[str | Image]:
+    """Texts with empty lines between them; images between texts stay apart."""
+    joined: list[str | Image] = []
+    for part in parts:
+        if joined and isinstance(part, str) and isinstance(joined[-1], str):
+            joined[-1] = f"{joined[-1]}\n\n{part}"
+        else:
+            joined.append(part)
+    return joined[0] if len(joined) == 1 and isinstance(joined[0], str) else joined
+
+
+def _readable_or_image(block: ContentBlock, where: str) -> str | Image | None:
+    """The text of a block, or its image; None of one that says nothing to this model."""
+    if block.type != "image":
+        return _readable(block, where)
+    source = block.get("source")
+    fields = source if isinstance(source, dict) else {}
+    if fields.get("type") == "base64":
+        return image_of_base64(fields.get("data"), f"{where}.source.data")
+    return image_of_url(fields.get("url"), f"{where}.source")
+
+
+def _block(fields: dict[str, Any], where: str) -> ContentBlock:
     """A block inside of another one: those are read by their kinds, after the request was checked."""
     try:
-        return Block.model_validate(fields)
+        return ContentBlock.model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join([where, *map(str, first["loc"])])
         raise invalid(place, first["msg"]) from None
 
 
-def _readable(block: Block, where: str) -> str | None:
+def _readable(block: ContentBlock, where: str) -> str | None:
     """The text of a block; None of one that says nothing to this model, such as a search by others."""
     if block.type in ("text", "mid_conv_system"):
         return block.text if block.text is not None else _blocks_text(block.get("content"))
@@ -319,6 +348,8 @@ def _readable(block: Block, where: str) -> str | None:
             return _text(source.get("data"), f"{where}.source.data")
     if block.type == "search_result":
         return _blocks_text(block.get("content"))
+    if block.type == "image":
+        raise unreadable(where, "images of the system or the assistant")
     if block.type in _UNREADABLE:
         raise unreadable(where, _UNREADABLE[block.type])
     return None

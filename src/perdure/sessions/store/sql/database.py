@@ -1,4 +1,4 @@
-"""A database below a session store: its calls, and what it says in SQL of its own.
+"""A database below a session store: its calls, and its dialect of SQL.
 
     rows(query, *values)      what is there; within `writing` of the same thread, with its changes so far
     run(statement, *values)   one statement of the transaction that `writing` has open
@@ -22,6 +22,10 @@ class Database(Protocol):
     def rows(self, query: str, *values: Any) -> list[tuple[Any, ...]]: ...
 
     def run(self, statement: str, *values: Any) -> None: ...
+
+    def replace(self, statement: str, *values: Any) -> None:
+        """`run` for a deletion of words that are kept elsewhere: nothing is erased for it."""
+        ...
 
     def writing(self) -> AbstractContextManager[None]: ...
 
@@ -49,7 +53,7 @@ class Check(Protocol):
 
 
 class NeverDamaged:
-    """The `Check` of a database that has checksums of its own."""
+    """The `Check` of a database with built-in checksums."""
 
     def wait(self) -> None:
         pass
@@ -58,12 +62,24 @@ class NeverDamaged:
         pass
 
 
+COUNTED = {
+    "turn": ("messages", "reply", "text", "tokens", "cuts", "settings", "usage", "model"),
+    "session": ("namespace", "name", "kind", "settings", "origin"),
+    "record": ("namespace", "name", "kind", "settings", "origin"),
+    "memory": ("namespace", "session", "label", "kind", "note"),
+}
+"""The columns of each table whose length a client has a say in. The rest of a row is of a fixed length."""
+ROW_BYTES = 256
+"""What a row counts besides: its numbers, checksums and entries in indexes. Else many short rows would fill a
+disk and count for nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class Dialect:
     """Expressions that databases write differently. `t` is a turn."""
 
-    turn_bytes: str
-    """What a turn takes, without the overhead of the database."""
+    length: str
+    """The bytes of a column, of which `{}` is the name; 0 where it has nothing."""
     saying: str
     """Whether a text was said in a turn; the text is given twice."""
     last_said: str
@@ -74,16 +90,39 @@ class Dialect:
     """Whether a column has a text in it, in any case of ASCII letters; `{}` is the column."""
 
     @property
+    def turn_bytes(self) -> str:
+        """What a turn takes, without the overhead of the database."""
+        return " + ".join(self.length.format(f"t.{column}") for column in COUNTED["turn"])
+
+    def row_bytes(self, table: str) -> str:
+        """What a row of a table counts in the usage of its namespace; the table has its own name."""
+        return " + ".join(
+            [str(ROW_BYTES), *(self.length.format(f"{table}.{column}") for column in COUNTED[table])]
+        )
+
+    def counted(self, table: str) -> str:
+        """What a row of a table counts among sessions. A pending turn is part of a session."""
+        counts = {"session": "1", "record": "CASE WHEN record.kind = 'pending' THEN 0 ELSE 1 END"}
+        return counts.get(table, "0")
+
+    @property
     def usage(self) -> str:
-        """What each namespace stores: sessions, and bytes of the turns that they and its memories lead to."""
+        """What each namespace stores: sessions and records, and bytes of their rows, of those of its
+        memories, and of the turns that they lead to."""
         return f"""
     WITH RECURSIVE up (namespace, number) AS (
         SELECT namespace, head FROM session UNION SELECT namespace, turn FROM memory
+        UNION SELECT namespace, head FROM record WHERE head IS NOT NULL
         UNION SELECT up.namespace, t.parent FROM up JOIN turn t ON t.number = up.number
         WHERE t.parent IS NOT NULL
+    ), counted (namespace, sessions, nbytes) AS (
+        SELECT namespace, 1, {self.row_bytes("session")} FROM session
+        UNION ALL SELECT namespace, {self.counted("record")}, {self.row_bytes("record")} FROM record
+        UNION ALL SELECT namespace, 0, {self.row_bytes("memory")} FROM memory
+        UNION ALL SELECT up.namespace, 0, {self.row_bytes("turn")}
+        FROM up JOIN turn ON turn.number = up.number
     )
-    SELECT up.namespace, (SELECT count(*) FROM session s WHERE s.namespace = up.namespace),
-    sum({self.turn_bytes}) FROM up JOIN turn t ON t.number = up.number GROUP BY up.namespace
+    SELECT namespace, sum(sessions), sum(nbytes) FROM counted GROUP BY namespace
 """
 
     @property

@@ -1,4 +1,4 @@
-"""The session store in SQL: sessions, turns and memories, every change as one transaction."""
+"""The session store in SQL: sessions, records, turns and memories, every change as one transaction."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any
 
 from perdure.errors import (
     CorruptStateError,
-    QuotaError,
     SessionError,
     SessionExistsError,
     SessionNotFoundError,
 )
 from perdure.sessions.history import TurnPage, TurnReference
-from perdure.sessions.info import SessionInfo, SessionMemory, Tree
-from perdure.sessions.store.base import RESPONSE, UNLISTED, NamespaceSize, Quota
+from perdure.sessions.info import Record, SessionInfo, SessionMemory, Tree
+from perdure.sessions.store.base import PENDING, RESPONSE, NamespaceSize, Noted, Quota
 from perdure.sessions.store.sql.database import Check, Database, Dialect, Numbers
 from perdure.sessions.store.sql.tables import (
     ADVICE,
     INSERT_SESSION,
     MEMORY,
+    RECORD,
     SESSION,
     SESSION_COLUMNS,
     Condition,
@@ -36,15 +36,18 @@ from perdure.sessions.store.sql.tables import (
     check_text,
     invalid_text,
     json_text,
+    proved_record,
     proved_session,
-    read_tree,
     row_checksum,
     row_limit,
+    table_of,
     text_rows,
 )
+from perdure.sessions.store.sql.usage import UsageTable
 from perdure.sessions.turn import FIRST, Turn
 
 _NAMESPACE, _HEAD, _UPDATED = map(SESSION_COLUMNS.index, ("namespace", "head", "updated"))
+_TABLES = {"session": SESSION, "record": RECORD}
 _SEARCHED = 64
 """Sessions that a search reads at a time."""
 
@@ -67,8 +70,12 @@ class SqlStore:
         self._check = check
         self._turns = TurnTable(database, dialect, numbers)
         self._memories = MemoryTable(database, dialect, numbers)
-        self._quotas: dict[str, Quota] = {}
+        self._usage = UsageTable(database, dialect)
         self._searching: dict[str | None, threading.Lock] = {}
+
+    @property
+    def key_store(self) -> object:
+        return None
 
     # Sessions.
 
@@ -92,15 +99,17 @@ class SqlStore:
         with self._writing(namespace):
             if replaces is not None:
                 self._delete(replaces)
-            return self._create(
-                namespace,
-                name,
-                turns,
-                head=head,
-                digest=digest,
-                kind=kind,
-                settings=settings or {},
-                origin=origin or {},
+            return self._stands(
+                self._create(
+                    namespace,
+                    name,
+                    turns,
+                    head=head,
+                    digest=digest,
+                    kind=kind,
+                    settings=settings or {},
+                    origin=origin or {},
+                )
             )
 
     def _create(
@@ -116,42 +125,44 @@ class SqlStore:
         origin: Mapping[str, Any] = MappingProxyType({}),
         created: float | None = None,
         updated: float | None = None,
-    ) -> SessionInfo:
-        """`create` within a transaction."""
-        if self._find(namespace, name) is not None:
+        bounded: bool = True,
+    ) -> Record:
+        """`create` and `put` within a transaction."""
+        if self._find(namespace, name, kind) is not None:
             raise SessionExistsError(
                 f"there is a session {name!r} already: choose another name, or delete it"
             )
         at = self._turns.check(head, digest) if head is not None else None
         for turn in turns:
             at = self._add_turn(namespace, at, turn)
-        assert at is not None, "a session stands at a turn"
-        self._count(namespace, sessions=1)
-        now = time.time()
+        now, table = time.time(), table_of(kind)
+        number = self._numbers.next("session")
         row: builtins.list[Value] = [
-            self._numbers.next("session"),
+            number,
             namespace,
             name,
             kind,
-            at.head,
+            at.head if at is not None else None,
             json_text(dict(settings)),
             json_text(dict(origin)),
             now if created is None else created,
             now if updated is None else updated,
         ]
-        self._db.run(INSERT_SESSION, *row, row_checksum(*row, at.depth, at.digest))
-        info = self._find(namespace, name)
-        assert info is not None
-        return info
+        place = (at.depth, at.digest) if at is not None else (None, None)
+        self._db.run(INSERT_SESSION.format(table), *row, row_checksum(*row, *place))
+        self._usage.add(namespace, table, number, bounded=bounded)
+        made = self._find(namespace, name, kind)
+        assert made is not None
+        return made
 
     def find(self, namespace: str, name: str) -> SessionInfo:
-        session = self._find(namespace, name)
+        session = self._find(namespace, name, "session") or self._find(namespace, name, RESPONSE)
         if session is None:
             raise SessionNotFoundError(f"there is no session {name!r}")
-        return session
+        return self._stands(session)
 
     def has(self, namespace: str, name: str) -> bool:
-        return self._find(namespace, name) is not None
+        return any(self._find(namespace, name, kind) is not None for kind in ("session", RESPONSE))
 
     def list(
         self,
@@ -162,8 +173,7 @@ class SqlStore:
         text: str | None = None,
     ) -> list[SessionInfo]:
         """The latest first: those of a namespace or all, up to `limit`, of those that come behind `after`.
-        Stored responses and records of streams are found by their ids, and not listed. With `text`, those
-        that have it in their names or in what was said."""
+        With `text`, those that have it in their names or in what was said."""
         self._check.wait()
         if text is None:
             return [proved_session(row) for row in self._page(self._db.rows, namespace, limit, after)]
@@ -171,18 +181,43 @@ class SqlStore:
         check_text(text)
         return self._search(namespace, limit, after, text)
 
-    def expired(self, before: float, *, limit: int, kind: str = RESPONSE) -> builtins.list[tuple[str, str]]:
-        """Namespaces and names of sessions of a kind that is not listed, last changed before a time, the
-        oldest first."""
-        assert kind in UNLISTED
+    def put(self, namespace: str, kind: str, name: str, body: Mapping[str, Any]) -> Record:
+        """A new record that stands at no turn."""
+        self._check.wait()
+        with self._writing(namespace):
+            return self._create(namespace, name, (), kind=kind, origin=body)
+
+    def record(self, namespace: str, kind: str, name: str) -> Record:
+        record = self._find(namespace, name, kind)
+        if record is None:
+            raise SessionNotFoundError(f"there is no {kind} {name!r}")
+        return record
+
+    def expired(self, before: float, *, limit: int, kind: str) -> builtins.list[tuple[str, str]]:
+        """Namespaces and names of records of a kind, last changed before a time, the oldest first."""
         rows = self._db.rows(
-            # In these words: the indexes are of what they say.
-            f"SELECT namespace, name FROM session WHERE kind = '{kind}' AND updated < ?"
+            "SELECT namespace, name FROM record WHERE kind = ? AND updated < ?"
             " ORDER BY updated, number LIMIT ?",
+            kind,
             before,
             limit,
         )
         return [(namespace, name) for namespace, name in rows]
+
+    def pend(self, session: SessionInfo, body: Mapping[str, Any] | None) -> Record | None:
+        """Write down the turn that a session is asked, in the place of the one that was; None forgets it."""
+        name = str(session.number)
+        with self._writing(session.namespace):
+            self._fence(session)
+            self._standing(session)
+            self._settle(session)
+            if body is None:
+                return None
+            return self._create(session.namespace, name, (), kind=PENDING, origin=body, bounded=False)
+
+    def pending(self, session: SessionInfo) -> Record | None:
+        """The turn that was asked of a session and is no part of it yet."""
+        return self._find(session.namespace, str(session.number), PENDING)
 
     def add(
         self,
@@ -206,36 +241,47 @@ class SqlStore:
             following = self._standing(follower, expected) if follower is not None else None
             at = self._turns.check(parent, turns[0].before)
             numbers: builtins.list[int] = []
+            # First: what it says is part of the turn, and counts once.
+            self._settle(session, kept=True)
             for turn in turns:
                 at = self._add_turn(session.namespace, at, turn)
                 numbers.append(at.head)
             self._move(row, at)
-            if following is not None:
+            if following is not None and follower is not None:
+                self._settle(follower, kept=True)
                 self._move(following, at)
             return numbers
 
-    def note(self, session: SessionInfo, origin: Mapping[str, Any]) -> SessionInfo:
-        """Write down something else of where a session comes from."""
-        with self._writing(session.namespace):
-            self._update(self._standing(session), origin=json_text(dict(origin)))
-            return proved_session(self._standing(session))
+    def note(self, record: Noted, origin: Mapping[str, Any], *, bounded: bool = True) -> Noted:
+        """Write down something else of where a session comes from, or of what a record says. What is not
+        `bounded` counts, and is never refused: how a response ended is known also where its key may store no
+        more."""
+        with self._writing(record.namespace):
+            row, table = self._standing(record), table_of(record.kind)
+            self._usage.remove(record.namespace, table, record.number)
+            self._update(row, origin=json_text(dict(origin)))
+            self._usage.add(record.namespace, table, record.number, bounded=bounded)
+            noted = proved_record(self._standing(record))
+            assert isinstance(noted, type(record))
+            return noted
 
     def move(self, session: SessionInfo, head: int, *, digest: bytes, expected: int) -> None:
         """Let a session stand at another turn. Refused as `add` is."""
         with self._writing(session.namespace):
             self._fence(session)
             row = self._standing(session, expected)
+            self._settle(session)
             self._move(row, self._turns.check(head, digest))
 
-    def delete(self, session: SessionInfo) -> None:
+    def delete(self, session: Record) -> None:
         with self._writing(session.namespace):
             self._fence(session)
             self._delete(session)
 
     def head(self, session: SessionInfo) -> int:
-        """The number of the turn at which a session stands now, whoever moved it."""
+        """The number of the turn at which a session stands now, also if another process moved it."""
         rows = self._db.rows(
-            "SELECT head FROM session WHERE number = ? AND namespace = ? AND name = ?",
+            f"SELECT head FROM {table_of(session.kind)} WHERE number = ? AND namespace = ? AND name = ?",
             session.number,
             session.namespace,
             session.name,
@@ -268,6 +314,8 @@ class SqlStore:
 
     def tree(self, session: SessionInfo, *, limit: int, after: str | None = None) -> Tree:
         """The tree that a session is a branch of: up to `limit` turns, behind the one with the id `after`."""
+        from perdure.sessions.store.sql.tree import read_tree
+
         self._check.wait()
         return read_tree(self._db, self._sql, session, limit=limit, after=after, memories=self._memories)
 
@@ -280,7 +328,9 @@ class SqlStore:
         with self._writing(session.namespace):
             self._standing(session)
             self._turns.check(at.head, at.digest)
-            made, replaced = self._memories.add(session, at, label, kind, note)
+            replaced = self._forget_same(session.namespace, session.name, at.depth, label)
+            made = self._memories.add(session, at, label, kind, note)
+            self._usage.add(session.namespace, "memory", made.number)
             for last in replaced:
                 self._prune(session.namespace, last)
             return made
@@ -328,34 +378,18 @@ class SqlStore:
     def forget(self, memory: SessionMemory) -> None:
         with self._writing(memory.namespace):
             turn = self._memories.turn_of(memory)
-            self._memories.drop(memory.number)
+            self._forget(memory.namespace, memory.number)
             self._prune(memory.namespace, turn)
 
     # The whole.
 
     def limit(self, namespace: str, quota: Quota | None) -> None:
         """What a namespace may store from now on, by this process; None lifts the bound."""
-        if quota is None:
-            self._quotas.pop(namespace, None)
-        else:
-            self._quotas[namespace] = quota
+        self._usage.limit(namespace, quota)
 
     def sizes(self) -> builtins.list[NamespaceSize]:
         """What every namespace that has sessions stores, by its name."""
-        rows = self._db.rows(
-            "WITH RECURSIVE up (namespace, number) AS ("
-            " SELECT namespace, head FROM session"
-            " UNION SELECT up.namespace, t.parent FROM up JOIN turn t ON t.number = up.number"
-            " WHERE t.parent IS NOT NULL"
-            ") SELECT up.namespace,"
-            " (SELECT count(*) FROM session s WHERE s.namespace = up.namespace),"
-            f" sum(CASE WHEN t.kind != 'start' THEN 1 ELSE 0 END), sum({self._sql.turn_bytes})"
-            " FROM up JOIN turn t ON t.number = up.number GROUP BY up.namespace ORDER BY up.namespace"
-        )
-        return [
-            NamespaceSize(namespace=str(name), sessions=int(sessions), turns=int(turns), nbytes=int(nbytes))
-            for name, sessions, turns, nbytes in rows
-        ]
+        return self._usage.sizes()
 
     # For `migrate`, which brings sessions of another store.
 
@@ -363,17 +397,19 @@ class SqlStore:
         """A session of another store: at turn number `head` of this one, followed by turns that are not here
         yet. All but its numbers is as it was there."""
         with self._writing(info.namespace):
-            return self._create(
-                info.namespace,
-                info.name,
-                turns,
-                head=head,
-                digest=turns[0].before if turns else info.digest,
-                kind=info.kind,
-                settings=info.settings,
-                origin=info.origin,
-                created=info.created,
-                updated=info.updated,
+            return self._stands(
+                self._create(
+                    info.namespace,
+                    info.name,
+                    turns,
+                    head=head,
+                    digest=turns[0].before if turns else info.digest,
+                    kind=info.kind,
+                    settings=info.settings,
+                    origin=info.origin,
+                    created=info.created,
+                    updated=info.updated,
+                )
             )
 
     def bring_memory(self, memory: SessionMemory, turns: Sequence[Turn], *, head: int | None) -> None:
@@ -385,7 +421,9 @@ class SqlStore:
                 at = self._add_turn(memory.namespace, at, turn)
             assert at is not None
             self._turns.check(at.head, memory.digest)
-            for last in self._memories.bring(memory, at.head):
+            replaced = self._forget_same(memory.namespace, memory.session, memory.turn, memory.label)
+            self._usage.add(memory.namespace, "memory", self._memories.bring(memory, at.head).number)
+            for last in replaced:
                 self._prune(memory.namespace, last)
 
     def store_id(self) -> str:
@@ -403,8 +441,8 @@ class SqlStore:
     # For `verify`, which proves everything.
 
     def every(self) -> tuple[builtins.list[tuple[Any, ...]], builtins.list[tuple[Any, ...]]]:
-        """All rows of sessions and of memories, proved by nothing yet."""
-        return self._db.rows(SESSION), self._db.rows(MEMORY)
+        """All rows of sessions with records, and of memories, proved by nothing yet."""
+        return [*self._db.rows(SESSION), *self._db.rows(RECORD)], self._db.rows(MEMORY)
 
     def chain(self, head: int, name: str) -> tuple[Sequence[int], Sequence[Turn]]:
         """The numbers and turns that lead to `head`, each proved by its digest."""
@@ -417,9 +455,7 @@ class SqlStore:
     def check_counts(self) -> None:
         """Raise unless the numbers given out, and what each namespace stores, are what was written."""
         self._numbers.check()
-        stored = {row for row in self._db.rows("SELECT * FROM usage") if row[1] or row[2]}
-        if stored != set(self._db.rows(self._sql.usage)):
-            raise CorruptStateError(f"what namespaces store is not what was written down: {ADVICE}")
+        self._usage.check()
 
     # Inside.
 
@@ -437,23 +473,31 @@ class SqlStore:
     def _lock_namespace(self, namespace: str) -> None:
         """Have changes of a namespace follow each other, where the database does not see to that itself."""
 
-    def _fence(self, session: SessionInfo) -> None:
-        """Refuse who had taken a session and lost it to another, where that can be."""
+    def _fence(self, session: Record) -> None:
+        """Refuse a holder that lost its session to another one, in stores where that can happen."""
 
-    def _find(self, namespace: str, name: str) -> SessionInfo | None:
-        rows = text_rows(self._db.rows, f"{SESSION} WHERE s.namespace = ? AND s.name = ?", namespace, name)
+    def _find(self, namespace: str, name: str, kind: str) -> Record | None:
+        """The session of that name, or where the kind is one of records, the record."""
+        where, values = "s.namespace = ? AND s.name = ?", [namespace, name]
+        if table_of(kind) == "record":
+            where, values = f"{where} AND s.kind = ?", [*values, kind]
+        rows = text_rows(self._db.rows, f"{_TABLES[table_of(kind)]} WHERE {where}", *values)
         if not rows:
             self._check.wait()
             return None
-        session = proved_session(rows[0])
-        if (session.namespace, session.name) != (namespace, name):
+        found = proved_record(rows[0])
+        if (found.namespace, found.name) != (namespace, name):
             raise CorruptStateError(f"another session is found in the place of {name!r}: {ADVICE}")
-        return session
+        return found
 
-    def _standing(self, session: SessionInfo, expected: int | None = None) -> Sequence[Any]:
+    def _stands(self, record: Record) -> SessionInfo:
+        assert isinstance(record, SessionInfo), "a session stands at a turn"
+        return record
+
+    def _standing(self, session: Record, expected: int | None = None) -> Sequence[Any]:
         """The row of that very session as it is now, proved."""
         rows = self._db.rows(
-            f"{SESSION} WHERE s.number = ? AND s.namespace = ? AND s.name = ?",
+            f"{_TABLES[table_of(session.kind)]} WHERE s.number = ? AND s.namespace = ? AND s.name = ?",
             session.number,
             session.namespace,
             session.name,
@@ -465,11 +509,36 @@ class SqlStore:
             raise SessionError(f"session {session.name!r} was changed meanwhile: nothing was done")
         return rows[0]
 
-    def _delete(self, session: SessionInfo) -> None:
-        row = self._standing(session)
-        self._db.run("DELETE FROM session WHERE number = ?", session.number)
-        self._uncount(session.namespace, sessions=1)
+    def _delete(self, session: Record) -> None:
+        row, table = self._standing(session), table_of(session.kind)
+        self._settle(session)
+        self._usage.remove(session.namespace, table, session.number)
+        self._db.run(f"DELETE FROM {table} WHERE number = ?", session.number)
         self._prune(session.namespace, row[_HEAD])
+
+    def _settle(self, session: Record, *, kept: bool = False) -> None:
+        """Forget the pending turn of a session, if it has one. Of one whose words are `kept` nothing has to
+        be erased."""
+        delete = self._db.replace if kept else self._db.run
+        rows = self._db.rows(
+            "SELECT number FROM record WHERE namespace = ? AND kind = ? AND name = ?",
+            *(session.namespace, PENDING, str(session.number)),
+        )
+        for (number,) in rows:
+            self._usage.remove(session.namespace, "record", number)
+            delete("DELETE FROM record WHERE number = ?", number)
+
+    def _forget(self, namespace: str, memory: int) -> None:
+        """Delete the memory of that number. What it led to may be pruned then."""
+        self._usage.remove(namespace, "memory", memory)
+        self._memories.drop(memory)
+
+    def _forget_same(self, namespace: str, session: str, depth: int, label: str) -> builtins.list[int]:
+        """Delete the memory in whose place another comes; its turn."""
+        same = self._memories.same(namespace, session, depth, label)
+        for number, _ in same:
+            self._forget(namespace, number)
+        return [turn for _, turn in same]
 
     def _move(self, row: Sequence[Any], at: TurnReference) -> None:
         """Let the session of a row stand at a turn."""
@@ -483,8 +552,8 @@ class SqlStore:
         after = {**dict(zip(SESSION_COLUMNS, row, strict=False)), **columns}
         depth, digest = (at.depth, at.digest) if at is not None else row[len(after) : len(after) + 2]
         self._db.run(
-            f"UPDATE session SET {', '.join(f'{column} = ?' for column in columns)}, seal = ?"
-            " WHERE number = ?",
+            f"UPDATE {table_of(after['kind'])}"
+            f" SET {', '.join(f'{column} = ?' for column in columns)}, seal = ? WHERE number = ?",
             *columns.values(),
             row_checksum(*after.values(), depth, digest),
             after["number"],
@@ -492,50 +561,14 @@ class SqlStore:
 
     def _add_turn(self, namespace: str, at: TurnReference | None, turn: Turn) -> TurnReference:
         added = self._turns.add(at, turn)
-        self._count(namespace, turn=added.head)
+        self._usage.add(namespace, "turn", added.head)
         return added
-
-    def _count(self, namespace: str, *, sessions: int = 0, turn: int | None = None) -> None:
-        """Write down what a namespace stores more than before; refused beyond its quota."""
-        self._db.run(
-            f"INSERT INTO usage SELECT ?, ?, coalesce(sum({self._sql.turn_bytes}), 0)"
-            " FROM turn t WHERE t.number = ? ON CONFLICT (namespace) DO UPDATE"
-            " SET sessions = usage.sessions + excluded.sessions, nbytes = usage.nbytes + excluded.nbytes",
-            namespace,
-            sessions,
-            turn,
-        )
-        quota = self._quotas.get(namespace)
-        if quota is None:
-            return
-        [(stored, size)] = self._db.rows("SELECT sessions, nbytes FROM usage WHERE namespace = ?", namespace)
-        for what, grows, total, most in (
-            ("sessions", sessions > 0, stored, quota.sessions),
-            ("bytes", turn is not None, size, quota.nbytes),
-        ):
-            if grows and most is not None and total > most:
-                raise QuotaError(
-                    f"this key may store {most} {what}, and with this it would be {total}: delete sessions "
-                    "or responses, or raise its limit",
-                    needed=total,
-                    limit=most,
-                )
-
-    def _uncount(self, namespace: str, *, sessions: int = 0, nbytes: int = 0) -> None:
-        """Write down what a namespace stores less than before."""
-        self._db.run(
-            "UPDATE usage SET sessions = CASE WHEN sessions > ? THEN sessions - ? ELSE 0 END,"
-            " nbytes = CASE WHEN nbytes > ? THEN nbytes - ? ELSE 0 END WHERE namespace = ?",
-            *(sessions, sessions, nbytes, nbytes, namespace),
-        )
 
     def _page(
         self, rows: Rows, namespace: str | None, limit: int | None, after: SessionInfo | None
     ) -> builtins.list[tuple[Any, ...]]:
         """Rows of `SESSION`, the latest first."""
-        # In these words: the indexes are of what they say.
-        where = [f"s.kind != '{each}'" for each in UNLISTED]
-        values = builtins.list[Value]()
+        where, values = ["1 = 1"], builtins.list[Value]()
         if namespace is not None:
             where.append("s.namespace = ?")
             values.append(namespace)
@@ -568,7 +601,8 @@ class SqlStore:
                 )
                 numbers = {number for (number,) in named}
                 for session in sessions:
-                    if session.number in numbers or has_text.get(session.head):
+                    titled = text.casefold() in session.title.casefold()
+                    if titled or session.number in numbers or has_text.get(session.head):
                         matches.append(session)
                         if len(matches) == limit:
                             return matches
@@ -583,17 +617,17 @@ class SqlStore:
         """Delete a turn that nothing leads to any more, and then what led only to it."""
         while turn is not None:
             unneeded = self._db.rows(
-                f"SELECT t.parent, {self._sql.turn_bytes} FROM turn t WHERE t.number = ?"
+                "SELECT t.parent FROM turn t WHERE t.number = ?"
                 " AND NOT EXISTS (SELECT 1 FROM turn WHERE parent = ?)"
                 " AND NOT EXISTS (SELECT 1 FROM session WHERE head = ?)"
+                " AND NOT EXISTS (SELECT 1 FROM record WHERE head = ?)"
                 " AND NOT EXISTS (SELECT 1 FROM memory WHERE turn = ?)",
-                *(turn,) * 4,
+                *(turn,) * 5,
             )
             if not unneeded:
                 return
             # What leads to it must not have been missed.
             self._check.wait()
-            [(parent, nbytes)] = unneeded
+            self._usage.remove(namespace, "turn", turn)
             self._db.run("DELETE FROM turn WHERE number = ?", turn)
-            self._uncount(namespace, nbytes=nbytes)
-            turn = parent
+            [(turn,)] = unneeded

@@ -17,7 +17,8 @@ from perdure.chat.transcript import Transcript
 from perdure.checks import is_whole
 from perdure.errors import CorruptStateError, InvalidInputError, SessionNotFoundError
 from perdure.sessions.history import TurnPage, TurnReference
-from perdure.sessions.info import ID_BYTES, SessionInfo, SessionMemory, Tree, TreeTurn, parse_turn_id, turn_id
+from perdure.sessions.info import Record, SessionInfo, SessionMemory
+from perdure.sessions.store.base import RECORDS
 from perdure.sessions.store.sql.database import Database, Dialect, Numbers
 from perdure.sessions.turn import FIRST, Turn, pack_tokens
 
@@ -66,12 +67,14 @@ MEMORY_COLUMNS = (
     "created",
 )
 
-SESSION = (
+_STANDING = (
     f"SELECT {', '.join(f's.{column}' for column in SESSION_COLUMNS)}, t.depth, t.digest, s.seal, t.usage"
-    " FROM session s LEFT JOIN turn t ON t.number = s.head"
+    " FROM {} s LEFT JOIN turn t ON t.number = s.head"
 )
+SESSION, RECORD = _STANDING.format("session"), _STANDING.format("record")
+"""A record has the columns of a session, and may stand at no turn."""
 INSERT_SESSION = (
-    f"INSERT INTO session ({', '.join(SESSION_COLUMNS)}, seal)"
+    f"INSERT INTO {{}} ({', '.join(SESSION_COLUMNS)}, seal)"
     f" VALUES ({', '.join('?' * (len(SESSION_COLUMNS) + 1))})"
 )
 TURN = (
@@ -121,29 +124,34 @@ def row_limit(limit: int | None) -> int:
     return limit
 
 
-def read_session(row: Sequence[Value], advice: str = "") -> SessionInfo:
-    """The session in a row of `SESSION`, if it is what its checksum says."""
+def table_of(kind: str) -> str:
+    """The table that has sessions, or records, of a kind."""
+    return "record" if kind in RECORDS else "session"
+
+
+def read_record(row: Sequence[Any], advice: str = "") -> Record:
+    """The session or record in a row of `SESSION` or `RECORD`, if it is what its checksum says."""
     check_session(row, advice)
-    number, namespace, name, kind, head, settings, origin, created, updated, depth, digest, _, usage = row
+    columns = dict(zip(SESSION_COLUMNS, row, strict=False))
+    *_, depth, digest, _, usage = row
     # What is proved was once written by us.
-    return SessionInfo(
-        number=number,  # type: ignore[arg-type]
-        namespace=namespace,  # type: ignore[arg-type]
-        name=name,  # type: ignore[arg-type]
-        kind=kind,  # type: ignore[arg-type]
-        head=head,  # type: ignore[arg-type]
-        depth=depth,  # type: ignore[arg-type]
-        settings=_decode(settings)[0],  # type: ignore[arg-type]
-        origin=_decode(origin)[0],  # type: ignore[arg-type]
-        created=created,  # type: ignore[arg-type]
-        updated=updated,  # type: ignore[arg-type]
-        digest=digest,  # type: ignore[arg-type]
-        **_last_use(usage),
-    )
+    columns["origin"] = _decode(columns["origin"])[0]
+    settings = _decode(columns.pop("settings"))[0]
+    if columns["head"] is None:
+        del columns["head"]
+        return Record(**columns)
+    return SessionInfo(**columns, settings=settings, depth=depth, digest=digest, **_last_use(usage))
+
+
+def read_session(row: Sequence[Any], advice: str = "") -> SessionInfo:
+    """The same of a row that stands at a turn."""
+    record = read_record(row, advice)
+    assert isinstance(record, SessionInfo)
+    return record
 
 
 def check_session(row: Sequence[Value], advice: str = "") -> None:
-    """Raise unless a row of `SESSION` is what its checksum says."""
+    """Raise unless a row of `SESSION` or `RECORD` is what its checksum says."""
     *columns, checksum, _ = row
     if row_checksum(*columns) != checksum:
         message = f"the entry of session {row[2]!r} is damaged, or the turn it names is gone"
@@ -159,6 +167,11 @@ def _last_use(usage: Value) -> dict[str, Any]:
     except (TypeError, ValueError, AttributeError):
         return {}
     return {"model": model if isinstance(model, str) else "", "tokens": sum(filter(is_whole, counts))}
+
+
+def proved_record(row: Sequence[Any]) -> Record:
+    """`read_record`, with what to do where it is damaged."""
+    return read_record(row, f": {ADVICE}")
 
 
 def proved_session(row: Sequence[Any]) -> SessionInfo:
@@ -462,17 +475,22 @@ class MemoryTable:
             raise SessionNotFoundError(f"the memory at {memory.address} is gone")
         return int(rows[0][0])
 
-    def add(
-        self, session: SessionInfo, at: TurnReference, label: str, kind: str, note: str
-    ) -> tuple[SessionMemory, list[int]]:
-        """Write a memory in the place of those of the same turn and label; and the turns of those."""
+    def same(self, namespace: str, session: str, depth: int, label: str) -> list[tuple[Any, ...]]:
+        """The number and the turn of the memory that has a label at a turn of a session, if one has."""
+        return self._db.rows(
+            "SELECT number, turn FROM memory WHERE namespace = ? AND session = ? AND depth = ? AND label = ?",
+            *(namespace, session, depth, label),
+        )
+
+    def add(self, session: SessionInfo, at: TurnReference, label: str, kind: str, note: str) -> SessionMemory:
+        """Write a memory. One of the same turn and label must be gone."""
         return self._write(session.namespace, session.name, at, label, kind, note, time.time())
 
-    def bring(self, memory: SessionMemory, head: int) -> list[int]:
-        """Write a memory of another store, of turn number `head` here; the turns of those in its place."""
+    def bring(self, memory: SessionMemory, head: int) -> SessionMemory:
+        """Write a memory of another store, of turn number `head` here."""
         at = TurnReference(head, memory.digest, memory.turn)
         columns = (memory.namespace, memory.session, at, memory.label, memory.kind, memory.note)
-        return self._write(*columns, memory.created)[1]
+        return self._write(*columns, memory.created)
 
     def _write(
         self,
@@ -483,12 +501,7 @@ class MemoryTable:
         kind: str,
         note: str,
         created: float,
-    ) -> tuple[SessionMemory, list[int]]:
-        key = (namespace, session, at.depth, label)
-        there = "namespace = ? AND session = ? AND depth = ? AND label = ?"
-        before = self._db.rows(f"SELECT number, turn FROM memory WHERE {there}", *key)
-        for number, _ in before:
-            self.drop(number)
+    ) -> SessionMemory:
         columns: list[Value] = [self._numbers.next("memory"), namespace, session, at.head]
         columns += [at.depth, label, kind, note, at.digest, created]
         self._db.run(
@@ -497,95 +510,7 @@ class MemoryTable:
             *columns,
             row_checksum(*columns),
         )
-        return read_memory([*columns, row_checksum(*columns)]), [last for _, last in before]
+        return read_memory([*columns, row_checksum(*columns)])
 
     def drop(self, number: int) -> None:
         self._db.run("DELETE FROM memory WHERE number = ?", number)
-
-
-# The tree of turns that a session is a branch of, read from the database.
-
-_SHOWN = 160
-"""Characters of a message that are shown."""
-_BRANCHES = 1000
-"""Sessions and memories of one tree that are told, each."""
-
-# A turn is younger than the one before it: whatever was damaged, both walks end.
-_TREE = """
-    WITH RECURSIVE up (number, parent) AS (
-        SELECT number, parent FROM turn WHERE number = ?
-        UNION ALL SELECT t.number, t.parent FROM turn t JOIN up ON t.number = up.parent
-        WHERE t.number < up.number
-    ), tree (number) AS (
-        SELECT number FROM up WHERE parent IS NULL
-        UNION ALL SELECT t.number FROM tree JOIN turn t ON t.parent = tree.number
-        WHERE t.number > tree.number
-    )
-"""
-
-
-def read_tree(
-    database: Database,
-    sql: Dialect,
-    session: SessionInfo,
-    *,
-    limit: int,
-    after: str | None,
-    memories: MemoryTable,
-) -> Tree:
-    """The tree that `session` is a branch of: up to `limit` turns, behind the one with the id `after`.
-    Sessions and memories come with the first of them."""
-    start = _number(database, session, after) if after is not None else -1
-    rows = database.rows(
-        f"{_TREE} SELECT {', '.join(f't.{column}' for column in TURN_COLUMNS)}, t.seal, p.digest, t.kind,"
-        f" substr({sql.last_said}, 1, {_SHOWN}), substr({sql.replied}, 1, {_SHOWN}),"
-        " t.finish_reason, t.created"
-        " FROM tree JOIN turn t ON t.number = tree.number LEFT JOIN turn p ON p.number = t.parent"
-        " WHERE t.number > ? ORDER BY t.number LIMIT ?",
-        session.head,
-        start,
-        limit,
-    )
-    turns = []
-    for *columns, checksum, before, kind, said, reply, reason, created in rows:
-        if row_checksum(*columns) != checksum:
-            raise CorruptStateError(f"a turn of session {session.name!r} is damaged: {ADVICE}")
-        turns.append(
-            TreeTurn(
-                id=turn_id(columns[3]),
-                parent=turn_id(before) if before is not None else None,
-                depth=columns[2],
-                kind=kind,
-                said=said or "",
-                reply=reply or "",
-                finish_reason=reason,
-                created=created,
-            )
-        )
-    if after is not None:
-        return Tree(turns=turns)
-    standing = f"IN (SELECT number FROM tree) AND {{}}.namespace = ? ORDER BY {{}}.number LIMIT {_BRANCHES}"
-    sessions = database.rows(
-        f"{_TREE} {SESSION} WHERE s.head {standing.format('s', 's')}", session.head, session.namespace
-    )
-    labelled = database.rows(
-        f"{_TREE} {MEMORY} WHERE m.turn {standing.format('m', 'm')}", session.head, session.namespace
-    )
-    return Tree(
-        turns=turns,
-        sessions=[proved_session(row) for row in sessions],
-        memories=[memories.proved(row) for row in labelled],
-    )
-
-
-def _number(database: Database, session: SessionInfo, id_: str) -> int:
-    """The number of a turn of the tree, by its id."""
-    rows = database.rows(
-        f"{_TREE} SELECT t.number FROM tree JOIN turn t ON t.number = tree.number"
-        f" WHERE substr(t.digest, 1, {ID_BYTES}) = ?",
-        session.head,
-        parse_turn_id(id_),
-    )
-    if not rows:
-        raise SessionNotFoundError(f"there is no turn {id_} in the tree of session {session.name!r}")
-    return int(rows[0][0])

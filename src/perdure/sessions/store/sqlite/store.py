@@ -6,21 +6,31 @@ the locks between processes, and the store itself. Its calls are in `sql/store`.
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import shutil
 import threading
-from collections.abc import Sequence
-from contextlib import ExitStack
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from filelock import FileLock
 
 from perdure import system
-from perdure.atomic import make_folder, sync_folder, translate_os_errors, write_file
+from perdure.atomic import (
+    TABLE_BYTES,
+    make_folder,
+    read_file,
+    read_text,
+    sync_folder,
+    translate_os_errors,
+    write_file,
+)
 from perdure.errors import CorruptStateError, StoreDamagedError, StoreLockedError
-from perdure.sessions.info import SessionInfo
+from perdure.sessions.info import Record
 from perdure.sessions.store.sql.database import Dialect
 from perdure.sessions.store.sql.store import SqlStore
 from perdure.sessions.store.sql.tables import (
@@ -31,15 +41,9 @@ from perdure.sessions.store.sql.tables import (
     row_checksum,
 )
 from perdure.store.index import Index, TableCheck
-from perdure.store.owner import described
 
-TURN_BYTES = (
-    "length(CAST(t.messages AS BLOB)) + coalesce(length(CAST(t.reply AS BLOB)), 0)"
-    " + length(CAST(t.text AS BLOB)) + length(t.tokens) + length(t.cuts) + length(CAST(t.settings AS BLOB))"
-)
-"""What a turn takes, without the overhead of the database."""
 DIALECT = Dialect(
-    turn_bytes=TURN_BYTES,
+    length="coalesce(length(CAST({} AS BLOB)), 0)",
     saying="""
         instr(lower(json_extract(t.reply, '$.content')), lower(?)) OR EXISTS (
             SELECT 1 FROM json_each(t.messages) WHERE instr(lower(json_extract(value, '$.content')), lower(?))
@@ -137,15 +141,44 @@ MIGRATIONS: Sequence[str] = (
     CREATE INDEX session_all ON session (updated, number) WHERE kind != 'response';
     CREATE INDEX session_response ON session (updated, number) WHERE kind = 'response'
     """,
-    # What a namespace stores, for its quota.
-    f"""
+    # What a namespace stores, for its quota: counted below.
+    """
     CREATE TABLE usage (
         namespace TEXT PRIMARY KEY, sessions INTEGER NOT NULL, nbytes INTEGER NOT NULL
-    ) WITHOUT ROWID;
-    INSERT INTO usage {USAGE}
-    """,
+    ) WITHOUT ROWID""",
     # Records of streams by their age.
     "CREATE INDEX session_stream ON session (updated, number) WHERE kind = 'stream'",
+    # What a namespace stores was counted anew here, and is below.
+    "DELETE FROM usage",
+    # Stored responses and records of streams apart from sessions: their rows prove themselves as before.
+    f"""
+    CREATE TABLE record (
+        number INTEGER PRIMARY KEY,
+        namespace TEXT NOT NULL,
+        name TEXT NOT NULL,
+        kind TEXT NOT NULL,
+        head INTEGER REFERENCES turn (number),
+        settings TEXT NOT NULL,
+        origin TEXT NOT NULL,
+        created REAL NOT NULL,
+        updated REAL NOT NULL,
+        seal BLOB NOT NULL,
+        UNIQUE (namespace, kind, name)
+    );
+    INSERT INTO record SELECT {", ".join(SESSION_COLUMNS)}, seal FROM session
+        WHERE kind IN ('response', 'stream');
+    DELETE FROM session WHERE kind IN ('response', 'stream');
+    CREATE INDEX record_head ON record (head);
+    CREATE INDEX record_age ON record (kind, updated, number);
+    DROP INDEX session_latest;
+    DROP INDEX session_all;
+    DROP INDEX session_response;
+    DROP INDEX session_stream;
+    CREATE INDEX session_latest ON session (namespace, updated, number);
+    CREATE INDEX session_all ON session (updated, number);
+    DELETE FROM usage;
+    INSERT INTO usage {USAGE}
+    """,
 )
 
 
@@ -179,6 +212,12 @@ FILE, MARK, MENDED, KEY = "sessions.sqlite", "sessions.id", "sessions.mended", "
 """The database; whose it is; what a repair that was interrupted has left; what signs exports."""
 TRANSFERS = "transfers"
 """The folder of files that are on their way in or out."""
+_BEFORE = "sessions.version-{}.sqlite"
+"""The database as it was before it was migrated from a version."""
+_BEFORE_DAYS = 7
+"""That it stays: sessions that are deleted meanwhile are still in it."""
+
+logger = logging.getLogger("perdure.sessions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,16 +234,41 @@ class SessionFolder:
         """The folder for files on their way in or out."""
         folder = self.path / TRANSFERS
         make_folder(folder, ours=True)
+        if system.is_root():
+            # A backup that root makes must not keep the store's own user out.
+            owner = self.path.stat()
+            os.chown(folder, owner.st_uid, owner.st_gid)
         return folder
 
-    def clear_transfers(self) -> None:
+    def clear_leftovers(self) -> None:
+        """Remove what killed processes have left, and copies of older versions that have been kept long
+        enough."""
         shutil.rmtree(self.path / TRANSFERS, ignore_errors=True)
+        with translate_os_errors(self.path):
+            for path in self.path.glob(_BEFORE.format("*")):
+                if path.stat().st_mtime < time.time() - _BEFORE_DAYS * 86400:
+                    path.unlink(missing_ok=True)
+
+    def keep_version(self, index: Index, version: int) -> None:
+        """Copy the database before it is migrated from a version: whole, or not at all."""
+        copy, kept = self.transfers() / _BEFORE.format(version), self.path / _BEFORE.format(version)
+        index.copy_to(copy)
+        with translate_os_errors(kept):
+            os.replace(copy, kept)
+        sync_folder(self.path)
+        logger.warning(
+            "the sessions in %s are migrated to this version of perdure; %s has them as they were and is "
+            "deleted after %d days",
+            self.path,
+            kept.name,
+            _BEFORE_DAYS,
+        )
 
     def mark(self) -> str:
         """Whose the database must be; nothing is known of one that is new."""
         with translate_os_errors(self.path / MARK):
             try:
-                return (self.path / MARK).read_text("utf-8", "replace").strip()
+                return read_text(self.path / MARK, errors="replace").strip()
             except FileNotFoundError:
                 return ""
 
@@ -237,7 +301,7 @@ class SessionFolder:
         path = self.path / KEY
         with translate_os_errors(path):
             try:
-                key = path.read_bytes()
+                key = read_file(path, TABLE_BYTES)
             except FileNotFoundError:
                 key = b""
         if len(key) == 32:
@@ -260,12 +324,14 @@ USERS, TURNS = "sessions.users", "sessions.turns"
 
 
 class UseLock:
-    """Held while a store's sessions are in use: by many at once, or by one who needs them `alone`.
+    """Held while a store's sessions are in use: by many at once, or by one that needs them `alone`.
 
-    Who opens a store takes it while no other does: `first` is whether nobody else had it then.
+    A process opens a store while no other does: `first` is whether nobody else had it then.
     """
 
     def __init__(self, folder: Path, *, alone: bool = False) -> None:
+        from perdure.store.owner import described
+
         self._handle = _opened(folder / USERS)
         self.first = system.lock_file(self._handle)
         # Windows shares no locks: there, one process has a store alone.
@@ -344,6 +410,16 @@ _OPENING, _PATIENCE = "sessions.opening", 60.0
 """Held while a database is created, migrated and checked; and how many seconds one waits for others."""
 
 
+@contextmanager
+def opening_lock(folder: Path) -> Iterator[None]:
+    """While this is open, no other process opens the sessions in `folder` for writing."""
+    lock = FileLock(folder / _OPENING, timeout=_PATIENCE, thread_local=False, mode=0o600)
+    with ExitStack() as stack:
+        with translate_os_errors(folder):
+            stack.enter_context(lock)
+        yield
+
+
 class SqliteStore(SqlStore):
     """`SessionStore` in a folder, or without one in memory. For any thread.
 
@@ -357,19 +433,31 @@ class SqliteStore(SqlStore):
         self.is_shared = folder is not None
         self._files = SessionFolder(folder) if folder is not None else None
         self._turn_locks: TurnLocks | None = None
+        alone = False
+
+        def before_migration(index: Index, version: int) -> None:
+            from perdure.store.owner import described
+
+            assert self._files is not None, "what is in memory is new"
+            if not alone:
+                # It would go on writing as its own version does.
+                raise StoreLockedError(
+                    f"the sessions in {folder} are of version {version}, and an older perdure uses them "
+                    f"({described(self._files.path)}): close that one, and they are migrated when opened"
+                )
+            self._files.keep_version(index, version)
+
         with ExitStack() as stack, ExitStack() as opening:
             known = ""
             if folder is not None and self._files is not None:
                 if not readonly:
                     make_folder(folder)
-                    lock = FileLock(folder / _OPENING, timeout=_PATIENCE, thread_local=False, mode=0o600)
-                    with translate_os_errors(folder):
-                        opening.enter_context(lock)
+                    opening.enter_context(opening_lock(folder))
                     use = UseLock(folder)
                     stack.callback(use.release)
-                    if use.first:
-                        # Of processes that were killed.
-                        self._files.clear_transfers()
+                    alone = use.first
+                    if alone:
+                        self._files.clear_leftovers()
                     self._turn_locks = TurnLocks(folder)
                     stack.callback(self._turn_locks.close)
                 known = self._files.mark()
@@ -380,13 +468,15 @@ class SqliteStore(SqlStore):
                 migrations=MIGRATIONS,
                 functions={"seal": row_checksum},
                 advice=f"{ADVICE}; else restore it from a copy",
+                erases=True,
+                before_migration=before_migration,
             )
             stack.callback(self.index.close)
             # These have a few rows each, however much is kept.
             for table in ("register", "counter"):
                 self.index.check(table)
             # So that none of these is missed: what is found through an index is all there is.
-            check = TableCheck(self.index, ("session", "memory"))
+            check = TableCheck(self.index, ("session", "record", "memory"))
             stack.callback(check.close)
             super().__init__(self.index, DIALECT, Counters(self.index), check)
             self.key: bytes | None = secrets.token_bytes(32)
@@ -409,11 +499,11 @@ class SqliteStore(SqlStore):
         written."""
         return None if self._files is None or self.readonly else self._files.transfers()
 
-    def take(self, session: SessionInfo) -> bool:
+    def take(self, session: Record) -> bool:
         """Have a session for a turn or a change; False where another process, or another runtime of this
         one, has it. Within a runtime, sessions see to that themselves."""
         return self._turn_locks is None or self._turn_locks.take(session.number)
 
-    def release(self, session: SessionInfo) -> None:
+    def release(self, session: Record) -> None:
         if self._turn_locks is not None:
             self._turn_locks.release(session.number)

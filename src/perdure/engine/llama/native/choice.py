@@ -1,0 +1,95 @@
+"""Which library is used: the first that runs here, and what is said of those that do not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from perdure.engine.llama.native import guard
+from perdure.engine.llama.native.probe_results import ProbeResult, gpu_backends, remembered
+from perdure.engine.llama.native.source import WAYS, LibrarySource, candidates, fetch_library
+from perdure.errors import EngineLibraryError
+
+log = logging.getLogger("perdure.engine")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenLibrary:
+    """The library to use, what its probe found, and the same of those before it that are not used."""
+
+    source: LibrarySource
+    result: ProbeResult
+    passed: tuple[ProbeResult, ...] = ()
+
+
+def choose() -> ChosenLibrary:
+    """The first library that runs here; one whose GPU is ruled out gives way to one that uses a GPU.
+
+    What did not run, and what is used instead, is said in the log when it is found out.
+    """
+    passed: list[tuple[LibrarySource, ProbeResult]] = []
+    tried: list[str] = []
+    new = False
+
+    def chosen(source: LibrarySource, result: ProbeResult) -> ChosenLibrary:
+        others = tuple(each for _, each in passed if each is not result)
+        return _logged(ChosenLibrary(source=source, result=result, passed=others), new)
+
+    try:
+        for source in _sources(passed):
+            result = remembered(source)
+            if result is None:
+                from perdure.engine.llama.native import probe
+
+                new, result = True, probe.test(source)
+            if result.usable and not result.gpu_problem:
+                return chosen(source, result)
+            passed.append((source, result))
+            tried += [] if result.usable else [str(result)]
+    except EngineLibraryError as error:
+        # None could be fetched; where some are here, people must hear of those too.
+        if not passed:
+            raise
+        tried.append(str(error))
+    for source, result in passed:
+        if result.usable:
+            return chosen(source, result)
+    raise EngineLibraryError(
+        f"no llama.cpp library runs on this machine: {'. '.join(tried)}. {WAYS}", tried=tried
+    )
+
+
+def _sources(passed: Sequence[tuple[LibrarySource, ProbeResult]]) -> Iterator[LibrarySource]:
+    """What is here, then one to fetch: a user's own build is the only one, and a fetched one is here.
+
+    Where one that was `passed` runs without its GPU, only those with GPU backends can be better.
+    """
+    kinds = set()
+    for source in candidates():
+        kinds.add(source.kind)
+        if any(result.usable for _, result in passed) and not gpu_backends(source):
+            continue
+        yield source
+    if kinds.isdisjoint({"own", "installed"}) and not any(result.usable for _, result in passed):
+        yield fetch_library()
+
+
+def _logged(choice: ChosenLibrary, new: bool) -> ChosenLibrary:
+    """Say in one line what does not run here and what is used instead, if it was found out just now."""
+    parts = []
+    for failed in (*choice.passed, choice.result):
+        name = Path(failed.folder).name
+        if failed.gpu_problem and not choice.result.devices:
+            parts.append(f"{name} does not use the GPU: {failed.gpu_problem}")
+        elif not failed.usable:
+            parts.append(f"{name} cannot run here: {failed.attempts[0]}")
+        elif failed.deaths:
+            parts.append(f"{name} is used with restrictions: {'; '.join(map(str, failed.attempts))}")
+    version = choice.result.attempts[-1].version
+    if guard.is_newer(version):
+        parts.append(f"llama.cpp {version} is newer than this perdure knows, and passed its checks")
+    if parts and new:
+        log.warning("%s; `perdure doctor` shows more", ". ".join(parts))
+    return choice

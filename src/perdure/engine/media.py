@@ -1,0 +1,109 @@
+"""Media: images and sounds among the tokens of a sequence.
+
+    [1, 261, -1871245313, -203117, … -771, 262, 9112]     text, a medium of 64 tokens, text
+
+A medium stands as ids below zero, which are drawn from a digest of all that a decoder gets of it: so what
+compares, names or stores tokens needs to know of none. Its first id has bit 30 clear, the others have it set.
+What computes tokens has its rows from a `MediaSource`. A step has a medium's rows or tokens, never both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from perdure.engine.contract import Floats, Outcome
+from perdure.errors import InvalidInputError
+
+NEXT_ID = 0xC0000000
+"""The bits of an id of a medium, all of which are set but in the first."""
+FIRST_ID = 0x80000000
+
+
+class MediumRows(Protocol):
+    """What a decoder gets of a medium."""
+
+    @property
+    def rows(self) -> Floats:
+        """A row for each token."""
+        ...
+
+    @property
+    def n_pos(self) -> int:
+        """Positions that it takes up."""
+        ...
+
+    @property
+    def causal(self) -> bool:
+        """Whether its tokens see only those before them. If not, all of them are read in one step."""
+        ...
+
+
+class MediaSource(Protocol):
+    """Where the rows of media are."""
+
+    def medium(self, ids: NDArray[np.int32]) -> MediumRows:
+        """The medium whose ids these begin with. InvalidInputError where they are none's, CorruptStateError
+        where its rows are gone or damaged."""
+        ...
+
+
+@runtime_checkable
+class MediaCore(Protocol):
+    """A core that can take rows in place of tokens."""
+
+    @property
+    def row_width(self) -> int:
+        """Numbers of a row; 0 where it takes none, for a reason of its own."""
+        ...
+
+    def decode_rows(self, seq: int, start: int, rows: Floats, *, causal: bool) -> Outcome:
+        """Append rows to a sequence, at the positions from `start` on. No logits are given."""
+        ...
+
+
+def is_inside(token: int) -> bool:
+    """Whether an id is one of a medium, and not its first."""
+    return token < 0 and token & (NEXT_ID ^ FIRST_ID) != 0
+
+
+def first_of(tokens: NDArray[np.int32], at: int) -> int:
+    """Where the medium begins of which one id is at `at`."""
+    marks = tokens[: at + 1].view(np.uint32) & np.uint32(NEXT_ID) == np.uint32(FIRST_ID)
+    starts = np.flatnonzero(marks)
+    if not len(starts):
+        raise InvalidInputError("ids below zero stand for images, and these begin inside of one")
+    return int(starts[-1])
+
+
+def spans(tokens: NDArray[np.int32]) -> list[tuple[int, int]]:
+    """Where media stand in tokens: the first token of each, and the one behind its last."""
+    places = np.flatnonzero(tokens < 0)
+    if not len(places):
+        return []
+    starts = places[tokens[places].view(np.uint32) & np.uint32(NEXT_ID) == np.uint32(FIRST_ID)]
+    if not len(starts) or starts[0] != places[0]:
+        raise InvalidInputError("ids below zero stand for images, and these begin inside of one")
+    before = np.searchsorted(places, starts)
+    ends = [*before[1:], len(places)]
+    found = []
+    for start, first, last in zip(starts.tolist(), before, ends, strict=True):
+        end = int(places[last - 1]) + 1
+        if end - start != last - first:
+            raise InvalidInputError("ids below zero stand for images, and these are of no whole one")
+        found.append((start, end))
+    return found
+
+
+def step_within(media: Sequence[tuple[int, int]], at: int, count: int, most: int) -> int:
+    """How many of the `count` tokens from `at` on one step takes: text up to the next medium, or of a medium
+    all that a step of `most` tokens can have, cut at places that do not depend on where reading began."""
+    for start, end in media:
+        if at < start:
+            return min(count, start - at)
+        if at < end:
+            return min(end, start + ((at - start) // most + 1) * most) - at
+    return count

@@ -1,6 +1,0 @@
-"""How good a model is at a file of texts or tasks, and whether two models really differ.
-
-tasks        what a file asks: a class a kind, each with how it is put to a model and judged
-statistics   intervals: of a share, of a mean, of the difference of two models on the same tasks
-evaluate     one model on one file: batched over the slots, resumed after a kill, a report at the end
-"""

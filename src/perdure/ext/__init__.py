@@ -1,0 +1,1 @@
+"""Extensions: one folder a feature, whole. Each can be deleted, and everything else works."""

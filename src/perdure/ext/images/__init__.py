@@ -1,0 +1,20 @@
+"""Images and sounds, encoded once: rows of a projector, kept by what they are.
+
+library      libmtmd: where it is found, and its calls, checked by their defaults
+child        the process that decodes files and encodes them; `pixels` reads images there, with limits
+encoder      that process from outside: started when a file comes, ended when idle, never trusted
+projector    the projector's file (mmproj): found beside a model
+media        what an encoded file is: text tokens and media, whose ids in a ledger are below zero
+reader       images in messages: encoded once, then found
+media_store  the folder `media/` of a store: rows by their digest, and which file gave which
+"""
+
+from perdure.spi import Extension
+
+EXTENSION = Extension(
+    name="images",
+    parts={
+        "images in a prompt": "perdure.ext.images.media_store:stored_media",
+        "images in messages": "perdure.ext.images.reader:StoredImages",
+    },
+)

@@ -1,1 +1,0 @@
-"""Looking inside: comparisons of keys and values, the logit lens, and a report as one HTML page."""

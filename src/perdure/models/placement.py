@@ -1,0 +1,462 @@
+"""How many bytes of a model lie where, by layers, widths and bits, from the headers of its files alone.
+
+An 8B model of 32 layers, four requests of 4,096 tokens, in f16 on a CPU:
+
+    weights   4,308 MiB   the tensors
+    cache     2,048 MiB   4 x 4,096 cells x 32 layers x (1,024 + 1,024) values x 2 bytes
+    compute     122 MiB   buffers of a step of 512 tokens, and a row of logits a request
+
+The formulas of the compute buffers were fitted to what llama.cpp reserves; `python -m bench.fit` holds them
+against what it really takes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, TypedDict
+
+from perdure import system
+from perdure.engine_config import CACHE_BITS, F16, N_BATCH, N_CTX, SLOTS, EngineConfig, KvType
+from perdure.models.card import Facts, card_of
+from perdure.models.header import Header
+
+FitLevel: TypeAlias = Literal["fits", "tight", "not"]
+
+ROWS = 64
+"""Rows of logits a step can give: the engine reserves memory for as many."""
+SPARE = 0.1
+"""Of what is free, this share is left to others; a model that needs some of it is `tight`."""
+MARGIN = 256 << 20
+"""Bytes of a device that its driver and the engine's own tables take."""
+LEAST_CONTEXT = 4096
+"""Tokens of a request that are chosen, at least, where the model was trained for as many."""
+SLOT_CHOICES = (4, 2, 1)
+"""Requests at once: as many of these as fit."""
+_CACHE_SHARE = 0.5
+"""Of the machine's free memory, for a K/V cache whose size nobody chose: to go through more at every token
+would take longer than anybody waits."""
+_PAD = 256
+"""A sequence's cells come in multiples of this."""
+_READ_UP_TO = 512 << 20
+"""Bytes of weights that are read. In large pages a step takes 1 to 2% less time than over the pages of a
+file, but to read more would hold up the start for too long."""
+_REARRANGED = (
+    ("amx_int8", frozenset({"Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"})),
+    ("asimddp", frozenset({"Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"})),
+    ("avx2", frozenset({"Q4_0", "Q4_K", "IQ4_NL"})),
+)
+"""What a processor must be able to do, and the types that the engine then rearranges for its kernels."""
+
+
+def judge(needed: float, free: float) -> FitLevel:
+    """Whether so many bytes fit into those that are free: with some left, just so, or not."""
+    if needed <= free * (1 - SPARE):
+        return "fits"
+    return "tight" if needed <= free else "not"
+
+
+def is_read(size: int) -> bool:
+    """Whether weights of so many bytes are read: where that costs little time and memory, and pays. Others
+    are mapped."""
+    room = system.available_memory()
+    return room is not None and size <= min(_READ_UP_TO, room // 4) and system.has_large_pages()
+
+
+def rearranged_types(flags: frozenset[str]) -> frozenset[str]:
+    """The types of tensors that the engine rearranges on a processor with these flags."""
+    return next((types for flag, types in _REARRANGED if flag in flags), frozenset())
+
+
+@functools.cache
+def _rearranged_here() -> frozenset[str]:
+    return rearranged_types(system.cpu_flags())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelPlacement:
+    """How a model is opened, as far as memory depends on it."""
+
+    n_ctx: int = N_CTX
+    slots: int = 1
+    kv: KvType = F16
+    n_batch: int = N_BATCH
+    flash: bool = True
+    gpu_layers: int = 0
+    """One more than the model has: all of it."""
+    cpu_experts: int = 0
+    """The experts of so many layers, the first ones, stay in the machine's memory."""
+    kv_offload: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """Bytes that a model takes in one place."""
+
+    weights: int = 0
+    cache: int = 0
+    compute: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache + self.compute
+
+
+class WeightBytes(TypedDict):
+    """Those keywords of `Sizes` that are sums of tensors."""
+
+    layers: tuple[int, ...]
+    experts: tuple[int, ...]
+    embedding: int
+    output: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorNames:
+    """How the names of a format's tensors say what they are of. The first group is a layer's number."""
+
+    layer: re.Pattern[str]
+    experts: re.Pattern[str]
+    embedding: re.Pattern[str]
+
+    def weigh(self, tensors: Iterable[tuple[str, int]], count: int) -> WeightBytes:
+        """The bytes of tensors, each a name and a size, of a model with so many layers."""
+        layers, experts = [0] * count, [0] * count
+        embedding = output = 0
+        for name, size in tensors:
+            match = self.layer.search(name)
+            if match and int(match[1]) < count:
+                (experts if self.experts.search(name) else layers)[int(match[1])] += size
+            elif self.embedding.search(name):
+                embedding += size
+            else:
+                output += size
+        return WeightBytes(layers=tuple(layers), experts=tuple(experts), embedding=embedding, output=output)
+
+
+_GGUF = TensorNames(
+    layer=re.compile(r"^blk\.(\d+)\."),
+    experts=re.compile(r"^blk\.\d+\.ffn_\w+_exps"),
+    embedding=re.compile(r"^token_embd"),
+)
+_RECURRENT = re.compile(r"^blk\.(\d+)\.(ssm_|time_mix|shortconv)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """A model's sizes, layer by layer."""
+
+    layers: tuple[int, ...]
+    """Bytes of weights of each layer, experts aside."""
+    experts: tuple[int, ...]
+    """Bytes of the experts of each layer; 0 where it has none."""
+    embedding: int = 0
+    """Bytes of the table of tokens, which stays in the machine's memory."""
+    output: int = 0
+    """Bytes of what is computed after the last layer, that table aside."""
+    tied: bool = False
+    """Whether the model writes with the table it reads with: a device then has a copy of it."""
+    copied: int = 0
+    """Bytes of a copy of that table for the CPU: tokens are looked up in the one, and logits are computed
+    with the other, which is rearranged. A table that is mapped stays in its file."""
+    cache: tuple[tuple[int, int], ...]
+    """Values of K and of V that a token adds to each layer."""
+    states: tuple[int, ...]
+    """Bytes that a sequence has in each layer, however long it is: of recurrent layers."""
+    masks: int = 1
+    """Kinds of attention, each with a separate mask."""
+    width: int = 0
+    query: int = 0
+    """Values of a token's queries."""
+    latent: int = 0
+    """Values of a token's attention in latent space (MLA); 0 elsewhere."""
+    recurrent: int = 0
+    """Values of a token inside of a recurrent layer."""
+    heads: int = 0
+    inner: int = 0
+    """Values of a token inside of the feed-forward part."""
+    experts_used: int = 0
+    expert_inner: int = 0
+    vocabulary: int = 0
+    trained: int = 0
+    """Tokens of the texts that it was trained on; 0 where the file does not say."""
+    offloads: bool = True
+    """Whether its engine puts layers on devices with memory of their own."""
+
+    @classmethod
+    def of(cls, headers: Sequence[Header]) -> Sizes:
+        """From the headers of a model's files."""
+        card = card_of(headers)
+        facts = Facts(headers[0], card.architecture or "")
+        tensors = [tensor for header in headers for tensor in header.tensors]
+        count = card.layers or 0
+        if not 0 <= count <= len(tensors):
+            count = 0
+        tied = not any(tensor.name == "output.weight" for tensor in tensors)
+        tables = [tensor for tensor in tensors if _GGUF.embedding.search(tensor.name)]
+        is_copied = tied and is_read(sum(tensor.size for tensor in tensors))
+        recurrent = {int(match[1]) for tensor in tensors if (match := _RECURRENT.match(tensor.name))}
+        state = facts.state_bytes()
+        mla = facts.integer("attention.key_length_mla") is not None
+        inner = facts.largest("feed_forward_length") or 0
+        return cls(
+            **_GGUF.weigh(((tensor.name, tensor.size) for tensor in tensors), count),
+            tied=tied,
+            copied=sum(each.size for each in tables if is_copied and each.type.name in _rearranged_here()),
+            cache=tuple(facts.cache_widths(count) if card.memory.has_rows else [(0, 0)] * count),
+            states=tuple(state if layer in recurrent else 0 for layer in range(count)),
+            masks=2 if card.window else 1,
+            width=card.embedding_length or 0,
+            query=(card.heads or 0) * (facts.key_length() or 0),
+            latent=(card.heads or 0) * (facts.integer("attention.value_length") or 0) if mla else 0,
+            recurrent=(facts.integer("ssm.inner_size") or card.embedding_length or 0) if recurrent else 0,
+            heads=card.heads or 0,
+            inner=inner,
+            experts_used=facts.integer("expert_used_count") or 0,
+            expert_inner=facts.integer("expert_feed_forward_length") or inner,
+            vocabulary=card.vocabulary or 0,
+            trained=card.context_length or 0,
+        )
+
+    @property
+    def weights(self) -> int:
+        """Bytes of all weights, once."""
+        return sum(self.layers) + sum(self.experts) + self.embedding + self.output
+
+    @property
+    def all_layers(self) -> int:
+        """How many layers there are to offload: one more than the model has."""
+        return len(self.layers) + 1
+
+    def count_experts(self, wanted: int | str | None) -> int | None:
+        """In how many layers experts stay in the machine's memory: "all" or a number; None where that is
+        left open ("auto")."""
+        if wanted in (None, "auto"):
+            return None
+        if not any(self.experts):
+            return 0
+        return len(self.layers) if wanted == "all" else min(int(wanted), len(self.layers))
+
+    def scaled(self, weights: int) -> Sizes:
+        """The same model in another quantisation, of which only the size is known."""
+        ratio = weights / max(1, self.weights)
+
+        def times(values: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(round(value * ratio) for value in values)
+
+        return dataclasses.replace(
+            self,
+            layers=times(self.layers),
+            experts=times(self.experts),
+            embedding=round(self.embedding * ratio),
+            output=round(self.output * ratio),
+            copied=round(self.copied * ratio),
+        )
+
+    def layer_cache(self, placement: ModelPlacement) -> list[int]:
+        """Bytes of K/V cache and of recurrent state of each layer, all slots together."""
+        cells = _padded(placement.n_ctx) * placement.slots
+        k_bits, v_bits = CACHE_BITS[placement.kv.k], CACHE_BITS[placement.kv.v]
+        return [
+            int(cells * (k * k_bits + v * v_bits) / 8) + placement.slots * state
+            for (k, v), state in zip(self.cache, self.states, strict=True)
+        ]
+
+    def device(self, placement: ModelPlacement) -> Need:
+        """What the devices get."""
+        if placement.gpu_layers <= 0:
+            return Need()
+        first = self._first_offloaded(placement)
+        weights = self.output + (self.embedding if self.tied else 0)
+        weights += sum(self.layers[first:]) + sum(self.experts[max(first, placement.cpu_experts) :])
+        cache = sum(self.layer_cache(placement)[first:]) if placement.kv_offload else 0
+        return Need(weights=weights, cache=cache, compute=self.compute(placement))
+
+    def machine(self, placement: ModelPlacement) -> Need:
+        """What the machine's own memory gets."""
+        first = self._first_offloaded(placement)
+        experts = self.experts[: max(first, placement.cpu_experts)]
+        weights = self.embedding + sum(self.layers[:first]) + sum(experts)
+        cache = self.layer_cache(placement)
+        compute = self.compute(placement)
+        rows = 4 * placement.slots * self.vocabulary
+        if placement.gpu_layers <= 0:
+            weights += self.output + self.copied
+            return Need(weights=weights, cache=sum(cache), compute=compute + rows)
+        if not first and not placement.cpu_experts and placement.kv_offload:
+            # It computes nothing: it only looks tokens up.
+            compute = self._mask(placement) + 4 * placement.n_batch * self.width
+        here = cache[:first] if placement.kv_offload else cache
+        return Need(weights=weights, cache=sum(here), compute=rows + compute)
+
+    def compute(self, placement: ModelPlacement) -> int:
+        """Buffers of a step: those of a layer, or those of the rows of logits after the last one."""
+        n_batch = max(min(placement.n_batch, placement.n_ctx), placement.slots)
+        rows = max(min(ROWS, n_batch), placement.slots)
+        attention = 2 * self.query + self.latent + 4 * self.width
+        recurrent = 5 * self.recurrent + 3 * self.width
+        if self.experts_used and any(self.experts):
+            gathered = self.experts_used * self.width
+            inside = self.experts_used * self.expert_inner
+            forward = max(3 * inside + 5 * self.width, 2 * gathered + 2 * inside)
+        else:
+            forward = 3 * self.inner + 4 * self.width
+        layer = 4 * n_batch * max(attention, recurrent, forward)
+        if not placement.flash:
+            scores = 4 * n_batch * placement.n_ctx * self.heads
+            layer = max(layer, scores + 4 * n_batch * int(3.5 * self.query + 1.5 * self.width))
+        logits = 4 * rows * self.vocabulary + 8 * (n_batch + rows) * self.width
+        return max(layer + self._mask(placement), logits)
+
+    def _mask(self, placement: ModelPlacement) -> int:
+        if not any(k for k, _ in self.cache):
+            return 0
+        n_batch = max(min(placement.n_batch, placement.n_ctx), placement.slots)
+        return self.masks * _padded(placement.n_ctx) * n_batch * (2 if placement.flash else 4)
+
+    def _first_offloaded(self, placement: ModelPlacement) -> int:
+        """The first layer on a device; as many as there are where none is."""
+        return min(len(self.layers), max(0, self.all_layers - max(0, placement.gpu_layers)))
+
+
+def _padded(n_ctx: int) -> int:
+    return -(-n_ctx // _PAD) * _PAD
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """Bytes that are free: in the machine's own memory, and on the devices that layers go to."""
+
+    machine: int
+    device: int = 0
+    """Of all devices together."""
+    devices: int = 1
+
+    def device_bytes(self, sizes: Sizes, placement: ModelPlacement) -> int:
+        """What the devices need in all: buffers of a step, and what the driver takes, on each of them."""
+        need = sizes.device(placement)
+        if not need.total:
+            return 0
+        return need.total + (self.devices - 1) * need.compute + self.devices * MARGIN
+
+    def holds(self, sizes: Sizes, placement: ModelPlacement) -> bool:
+        if self.device_bytes(sizes, placement) > self.device:
+            return False
+        return sizes.machine(placement).total <= self.machine
+
+    def most_layers(self, sizes: Sizes, placement: ModelPlacement) -> ModelPlacement:
+        """With the most layers that fit on the devices."""
+        fewer = (dataclasses.replace(placement, gpu_layers=n) for n in range(sizes.all_layers, 0, -1))
+        none = dataclasses.replace(placement, gpu_layers=0)
+        return next((each for each in fewer if self.device_bytes(sizes, each) <= self.device), none)
+
+    def fewest_cpu_experts(self, sizes: Sizes, placement: ModelPlacement) -> ModelPlacement | None:
+        """With the experts of the fewest layers in the machine's memory so that the rest fits on the devices;
+        None where that is not enough."""
+        more = (dataclasses.replace(placement, cpu_experts=n) for n in range(len(sizes.experts) + 1))
+        return next((each for each in more if self.device_bytes(sizes, each) <= self.device), None)
+
+    def largest_context(self, sizes: Sizes, placement: ModelPlacement, *, least: int = 1) -> int:
+        """The most tokens of a request, in steps of 256, up to those that the model was trained for; 0 where
+        not even `least` fit."""
+        most = max(least, sizes.trained or 8 * LEAST_CONTEXT)
+        if not self.holds(sizes, dataclasses.replace(placement, n_ctx=least)):
+            return 0
+        share = dataclasses.replace(self, machine=int(self.machine * (1 - SPARE)))
+
+        def fits(n_ctx: int) -> bool:
+            tried = dataclasses.replace(placement, n_ctx=n_ctx)
+            return sizes.machine(tried).cache <= _CACHE_SHARE * self.machine and share.holds(sizes, tried)
+
+        if fits(most):
+            return most
+        low, high = 0, most // _PAD
+        while low + 1 < high:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle * _PAD) else (low, middle)
+        return max(least, low * _PAD)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitConstraints:
+    """What a caller chose of a placement; None is left open."""
+
+    n_ctx: int | None = None
+    slots: int | None = None
+    kv: KvType | None = None
+    gpu_layers: int | None = None
+    cpu_experts: int | None = None
+    kv_offload: bool = True
+    n_batch: int = N_BATCH
+    flash: bool = True
+
+    @classmethod
+    def of(cls, config: EngineConfig, sizes: Sizes) -> FitConstraints:
+        """What a model of these sizes is opened with."""
+        layers, n_ctx, slots = config.gpu_layers, config.n_ctx, config.slots
+        return cls(
+            n_ctx=None if n_ctx == "auto" else n_ctx,
+            slots=None if slots == "auto" else slots,
+            kv=config.kv if config.has_kv_type else None,
+            gpu_layers=None if layers == "auto" else layers,
+            cpu_experts=sizes.count_experts(config.cpu_experts),
+            kv_offload=config.kv_offload is not False,
+            n_batch=config.n_batch or N_BATCH,
+            flash=config.flash is not False,
+        )
+
+
+def placements(
+    sizes: Sizes, room: Room, constraints: FitConstraints, kinds: Sequence[KvType] = (F16,)
+) -> Iterator[ModelPlacement]:
+    """Ways to open a model, the best one first, with the least context each; `kinds` are the K/V types to
+    choose from.
+
+    All layers go to the devices. Where not all fit, experts are left out first: a token needs few of them,
+    and a CPU computes those well. Then layers are.
+    """
+    on_device = sizes.offloads and room.device and constraints.gpu_layers != 0
+    layers, experts = constraints.gpu_layers, constraints.cpu_experts
+    usual = ModelPlacement(
+        n_ctx=constraints.n_ctx or min(LEAST_CONTEXT, sizes.trained or LEAST_CONTEXT),
+        n_batch=constraints.n_batch,
+        flash=constraints.flash,
+        gpu_layers=min(sizes.all_layers if layers is None else layers, sizes.all_layers) if on_device else 0,
+        cpu_experts=experts or 0,
+        kv_offload=constraints.kv_offload,
+    )
+    ways = [
+        dataclasses.replace(usual, kv=kv, slots=slots)
+        for kv in (kinds if constraints.kv is None else (constraints.kv,))
+        for slots in (SLOT_CHOICES if constraints.slots is None else (constraints.slots,))
+    ]
+    yield from ways
+    if not on_device:
+        return
+    movable = experts is None and any(sizes.experts)
+    if movable:
+        yield from filter(None, (room.fewest_cpu_experts(sizes, each) for each in ways))
+    if layers is None:
+        for way in ways:
+            moved = dataclasses.replace(way, cpu_experts=len(sizes.experts)) if movable else way
+            fewer = room.most_layers(sizes, moved)
+            yield fewer if fewer.gpu_layers else dataclasses.replace(way, gpu_layers=0)
+
+
+def memory_needed(sizes: Sizes, room: Room, config: EngineConfig) -> tuple[int, int]:
+    """Bytes of the machine's memory and of the devices' that a model takes, opened so in `room`: in the best
+    way that fits, or else in the one that takes least."""
+    usual = EngineConfig(n_ctx=N_CTX, slots=SLOTS, k_type=config.kv.k, v_type=config.kv.v)
+    constraints = FitConstraints.of(usual.overlaid(config), sizes)
+    chosen = None
+    for chosen in placements(sizes, room, constraints):
+        if room.holds(sizes, chosen):
+            if constraints.n_ctx is None:
+                n_ctx = room.largest_context(sizes, chosen, least=chosen.n_ctx)
+                chosen = dataclasses.replace(chosen, n_ctx=n_ctx)
+            break
+    assert chosen is not None
+    return sizes.machine(chosen).total, room.device_bytes(sizes, chosen)

@@ -1,0 +1,97 @@
+"""For every extension: checks of values, files, settings and the machine."""
+
+from perdure import errors, system
+from perdure.atomic import (
+    PRIVATE,
+    TABLE_BYTES,
+    TEMPORARY,
+    atomic_write,
+    check_size,
+    make_folder,
+    make_private,
+    open_private,
+    read_file,
+    read_stream,
+    read_table,
+    read_text,
+    sync_folder,
+    translate_os_errors,
+    write_file,
+    write_table,
+)
+from perdure.checks import check_may_wait, check_one_of, check_whole, is_integer, is_number, is_whole
+from perdure.closing import Closing
+from perdure.config import SETTINGS, choices, settings
+from perdure.engine_config import (
+    CACHE_BITS,
+    EXACT_TYPES,
+    N_BATCH,
+    N_CTX,
+    SLOTS,
+    STORE_BYTES,
+    ContextConfig,
+    EngineConfig,
+    KvType,
+)
+from perdure.engine_config.keywords import FitKeywords, FitOptions, LoadedModel
+from perdure.extension import brought, extensions, imported, left_out
+from perdure.identity import Identity, content_digest, file_version
+from perdure.options import Option, named_by, option, refuse_unknown
+from perdure.request_options import SEED_LIMIT, draw_seed, options_of_replies
+
+__all__ = [
+    "CACHE_BITS",
+    "EXACT_TYPES",
+    "N_BATCH",
+    "N_CTX",
+    "PRIVATE",
+    "SEED_LIMIT",
+    "SETTINGS",
+    "SLOTS",
+    "STORE_BYTES",
+    "TABLE_BYTES",
+    "TEMPORARY",
+    "Closing",
+    "ContextConfig",
+    "EngineConfig",
+    "FitKeywords",
+    "FitOptions",
+    "Identity",
+    "KvType",
+    "LoadedModel",
+    "Option",
+    "atomic_write",
+    "brought",
+    "check_may_wait",
+    "check_one_of",
+    "check_size",
+    "check_whole",
+    "choices",
+    "content_digest",
+    "draw_seed",
+    "errors",
+    "extensions",
+    "file_version",
+    "imported",
+    "is_integer",
+    "is_number",
+    "is_whole",
+    "left_out",
+    "make_folder",
+    "make_private",
+    "named_by",
+    "open_private",
+    "option",
+    "options_of_replies",
+    "read_file",
+    "read_stream",
+    "read_table",
+    "read_text",
+    "refuse_unknown",
+    "settings",
+    "sync_folder",
+    "system",
+    "translate_os_errors",
+    "write_file",
+    "write_table",
+]

@@ -1,0 +1,93 @@
+"""For extensions that read or write messages, templates and replies, or bring model families."""
+
+from perdure.chat.chat_format import ChatFormat
+from perdure.chat.formats.llama3 import HEADER_MARKS
+from perdure.chat.formats.registry import detect
+from perdure.chat.message import Image, parse_messages
+from perdure.chat.normaliser import MessageNormaliser
+from perdure.chat.options import ChatOptions
+from perdure.chat.parsing.call_writer import (
+    ID,
+    INDEX,
+    LONGEST_HEADER,
+    SPACE,
+    CallForm,
+    CallFormat,
+    CallParser,
+    CallText,
+    CallWriter,
+    Rules,
+    filled,
+    marks_in,
+)
+from perdure.chat.parsing.family import CHATML_MARKS, ROLE_MARKS, THINK, Family, Markers
+from perdure.chat.parsing.json_objects import (
+    JsonCalls,
+    JsonObjectsParser,
+    decoded_string,
+    json_object,
+)
+from perdure.chat.parsing.json_scanner import BoundedText, JsonScanner, Malformed
+from perdure.chat.parsing.reply_parser import parse_reply
+from perdure.chat.past_conversations import PastConversation
+from perdure.chat.plans import SUMMARY_REQUEST, SUMMARY_TRIES, SummaryPasses
+from perdure.chat.prefetch import WORTH, reading
+from perdure.chat.prompt_builder import reasoning_markers, with_reasoning_apart
+from perdure.chat.prompt_rules import PromptRule, RuledPrompt
+from perdure.chat.reply import ChatReply
+from perdure.chat.template.capabilities import capabilities
+from perdure.chat.template.template import UNGUARDED, Guard, Template
+from perdure.chat.transcript import ChatTokenizer, Transcript, shared_length
+
+__all__ = [
+    "CHATML_MARKS",
+    "HEADER_MARKS",
+    "ID",
+    "INDEX",
+    "LONGEST_HEADER",
+    "ROLE_MARKS",
+    "SPACE",
+    "SUMMARY_REQUEST",
+    "SUMMARY_TRIES",
+    "THINK",
+    "UNGUARDED",
+    "WORTH",
+    "BoundedText",
+    "CallForm",
+    "CallFormat",
+    "CallParser",
+    "CallText",
+    "CallWriter",
+    "ChatFormat",
+    "ChatOptions",
+    "ChatReply",
+    "ChatTokenizer",
+    "Family",
+    "Guard",
+    "Image",
+    "JsonCalls",
+    "JsonObjectsParser",
+    "JsonScanner",
+    "Malformed",
+    "Markers",
+    "MessageNormaliser",
+    "PastConversation",
+    "PromptRule",
+    "RuledPrompt",
+    "Rules",
+    "SummaryPasses",
+    "Template",
+    "Transcript",
+    "capabilities",
+    "decoded_string",
+    "detect",
+    "filled",
+    "json_object",
+    "marks_in",
+    "parse_messages",
+    "parse_reply",
+    "reading",
+    "reasoning_markers",
+    "shared_length",
+    "with_reasoning_apart",
+]

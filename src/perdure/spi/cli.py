@@ -1,0 +1,44 @@
+"""For extensions of the command: options, output and what a command opens."""
+
+from perdure.cli.commands.background import current, private
+from perdure.cli.options import groups, shared
+from perdure.cli.options.shared import Json, StoreFolder, Yes, model_names, model_option
+from perdure.cli.output import terminal, words
+from perdure.cli.output.facts import print_json, tell
+from perdure.cli.output.progress import fetching, file_of, working
+from perdure.cli.output.terminal import note, write, write_columns
+from perdure.cli.prompt import standard_input
+from perdure.cli.runtime import keys_in, opened, session_folder, sessions_in, shared_keys, usual_store
+from perdure.cli.server_client import Key, Url, ask
+
+__all__ = [
+    "Json",
+    "Key",
+    "StoreFolder",
+    "Url",
+    "Yes",
+    "ask",
+    "current",
+    "fetching",
+    "file_of",
+    "groups",
+    "keys_in",
+    "model_names",
+    "model_option",
+    "note",
+    "opened",
+    "print_json",
+    "private",
+    "session_folder",
+    "sessions_in",
+    "shared",
+    "shared_keys",
+    "standard_input",
+    "tell",
+    "terminal",
+    "usual_store",
+    "words",
+    "working",
+    "write",
+    "write_columns",
+]

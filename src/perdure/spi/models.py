@@ -1,0 +1,63 @@
+"""For extensions that find, read or judge model files."""
+
+from perdure import models
+from perdure.models.card import ASSISTANTS, Card, Facts, TypeShare, part_names, read_parts
+from perdure.models.catalogue import names_of
+from perdure.models.download import Remote, RemoteBytes, web
+from perdure.models.header import FILE_TYPES, TENSOR_TYPES, Header, parse_header
+from perdure.models.hub import chosen, hub_cache, read_offers
+from perdure.models.local_models import locate
+from perdure.models.placement import (
+    LEAST_CONTEXT,
+    FitConstraints,
+    FitLevel,
+    ModelPlacement,
+    Need,
+    Room,
+    Sizes,
+    TensorNames,
+    judge,
+    placements,
+)
+from perdure.models.registry import DEFAULT, HubSource, UrlSource, resolve
+from perdure.models.safetensors import FLOATS, SafetensorsHeader, read_safetensors, safetensors_header
+
+__all__ = [
+    "ASSISTANTS",
+    "DEFAULT",
+    "FILE_TYPES",
+    "FLOATS",
+    "LEAST_CONTEXT",
+    "TENSOR_TYPES",
+    "Card",
+    "Facts",
+    "FitConstraints",
+    "FitLevel",
+    "Header",
+    "HubSource",
+    "ModelPlacement",
+    "Need",
+    "Remote",
+    "RemoteBytes",
+    "Room",
+    "SafetensorsHeader",
+    "Sizes",
+    "TensorNames",
+    "TypeShare",
+    "UrlSource",
+    "chosen",
+    "hub_cache",
+    "judge",
+    "locate",
+    "models",
+    "names_of",
+    "parse_header",
+    "part_names",
+    "placements",
+    "read_offers",
+    "read_parts",
+    "read_safetensors",
+    "resolve",
+    "safetensors_header",
+    "web",
+]

@@ -1,0 +1,46 @@
+"""For extensions that keep or change conversations."""
+
+from perdure.sessions.fold import HEADING, TurnStream
+from perdure.sessions.history import History
+from perdure.sessions.info import Record, check_session_name
+from perdure.sessions.pending_turn import TurnExtra
+from perdure.sessions.session import today
+from perdure.sessions.sessions import Sessions
+from perdure.sessions.store.base import RECORDS, RESPONSE, SessionStore
+from perdure.sessions.store.registry import encryption_of, open_store, store_folder
+from perdure.sessions.store.remote import FILE, RemoteStore, remote_of, url_in
+from perdure.sessions.store.sql.database import Database, Dialect, NeverDamaged
+from perdure.sessions.store.sql.store import SqlStore
+from perdure.sessions.store.sql.tables import table_of
+from perdure.sessions.turn import FIRST, Turn, check_settings, portable_settings, transcript
+
+__all__ = [
+    "FILE",
+    "FIRST",
+    "HEADING",
+    "RECORDS",
+    "RESPONSE",
+    "Database",
+    "Dialect",
+    "History",
+    "NeverDamaged",
+    "Record",
+    "RemoteStore",
+    "SessionStore",
+    "Sessions",
+    "SqlStore",
+    "Turn",
+    "TurnExtra",
+    "TurnStream",
+    "check_session_name",
+    "check_settings",
+    "encryption_of",
+    "open_store",
+    "portable_settings",
+    "remote_of",
+    "store_folder",
+    "table_of",
+    "today",
+    "transcript",
+    "url_in",
+]

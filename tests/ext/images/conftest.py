@@ -1,0 +1,25 @@
+"""Toy models with projectors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from . import toys
+
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
+    """A model and its projector, by kind."""
+    folder = tmp_path_factory.mktemp("seeing")
+    written: dict[str, tuple[Path, Path]] = {}
+
+    def find(kind: str) -> tuple[Path, Path]:
+        if kind not in written:
+            (folder / kind).mkdir()
+            written[kind] = toys.write(folder / kind, kind)
+        return written[kind]
+
+    return find

@@ -1,0 +1,185 @@
+"""Images over HTTP, by the vendors' own clients."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import ollama
+import openai
+import pytest
+
+import perdure
+from perdure import Image
+from perdure.ext.images.media_store import MediaStore
+from perdure.server.core.keys import Keys, new_key
+from server.live_server import LiveServer, live_server
+
+from .pictures import picture
+
+Toy = Callable[[str], tuple[Path, Path]]
+
+FIRST, SECOND = picture(seed=1), picture(seed=2)
+
+
+@pytest.fixture(scope="module")
+def seeing(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    store = tmp_path_factory.mktemp("store")
+    with (
+        perdure.open(toy("llava")[0], store=store, n_ctx=4096, slots=2, threads=1, exact=True) as runtime,
+        live_server(runtime) as server,
+    ):
+        yield server
+
+
+def base64_of(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def url_of(data: bytes) -> str:
+    return f"data:image/png;base64,{base64_of(data)}"
+
+
+def asked(data: bytes, text: str = "what?") -> Any:
+    image = {"type": "image_url", "image_url": {"url": url_of(data), "detail": "auto"}}
+    return {
+        "role": "user",
+        "content": [{"type": "text", "text": "see "}, image, {"type": "text", "text": text}],
+    }
+
+
+def expected(server: LiveServer, *content: str | Image) -> str:
+    """What the library replies."""
+    return server.runtime.chat([{"role": "user", "content": list(content)}], max_tokens=8, temperature=0).text
+
+
+def kept(server: LiveServer) -> int:
+    folder = server.runtime.backend.storage.folder
+    assert folder is not None
+    return MediaStore(folder).usage().media
+
+
+def test_openai_sends_an_image_and_goes_on(seeing: LiveServer) -> None:
+    with openai.OpenAI(base_url=f"{seeing.url}/v1", api_key="-", max_retries=0) as client:
+
+        def ask(*messages: Any) -> Any:
+            return client.chat.completions.create(
+                model="toy", messages=list(messages), max_tokens=8, temperature=0
+            )
+
+        first = ask(asked(FIRST))
+        assert first.choices[0].message.content == expected(seeing, "see ", Image(FIRST), "what?")
+        assert first.usage.prompt_tokens > 64
+        assert ask(asked(SECOND)).choices[0].message.content != first.choices[0].message.content
+        before = kept(seeing)
+        answer = {"role": "assistant", "content": first.choices[0].message.content}
+        more = ask(asked(FIRST), answer, {"role": "user", "content": "and then?" + 40 * " w1"})
+        last = ask(
+            asked(FIRST),
+            answer,
+            {"role": "user", "content": "and then?" + 40 * " w1"},
+            {"role": "assistant", "content": more.choices[0].message.content},
+            {"role": "user", "content": "so?"},
+        )
+        # The image is not encoded again, and not computed again once a whole step lies behind it.
+        assert kept(seeing) == before
+        assert last.usage.prompt_tokens_details.cached_tokens >= 128
+        stream = client.chat.completions.create(
+            model="toy", messages=[asked(FIRST)], max_tokens=8, temperature=0, stream=True
+        )
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+        assert text == first.choices[0].message.content
+
+
+def test_anthropic_sends_images_also_as_results_of_tools(seeing: LiveServer) -> None:
+    source: Any = {"type": "base64", "media_type": "image/png", "data": base64_of(FIRST)}
+    image: Any = {"type": "image", "source": source}
+    with anthropic.Anthropic(base_url=seeing.url, api_key="-", max_retries=0) as client:
+
+        def ask(*messages: Any) -> Any:
+            return client.messages.create(
+                model="toy", max_tokens=8, messages=list(messages), extra_body={"temperature": 0}
+            )
+
+        reply = ask({"role": "user", "content": [{"type": "text", "text": "see"}, image]})
+        assert reply.content[0].text == expected(seeing, "see", Image(FIRST))
+        call = {"type": "tool_use", "id": "toolu_1", "name": "look", "input": {}}
+        result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [image]}
+        shown = ask(
+            {"role": "user", "content": "look"},
+            {"role": "assistant", "content": [call]},
+            {"role": "user", "content": [result]},
+        )
+        assert shown.usage.input_tokens + (shown.usage.cache_read_input_tokens or 0) > 64
+        counted = client.messages.count_tokens(model="toy", messages=[{"role": "user", "content": [image]}])
+        assert counted.input_tokens > 64
+
+
+def test_ollama_sends_images(seeing: LiveServer) -> None:
+    client = ollama.Client(host=seeing.url)
+    options = {"temperature": 0, "num_predict": 8}
+    message = {"role": "user", "content": "what?", "images": [FIRST]}
+    chatted = client.chat("toy", [message], options=options)
+    assert chatted.message.content == expected(seeing, Image(FIRST), "what?")
+    generated = client.generate("toy", "what?", images=[FIRST], options=options)
+    assert generated.response == chatted.message.content
+    vars(client)["_client"].close()
+
+
+def test_what_cannot_be_read_is_refused_in_words(seeing: LiveServer) -> None:
+    def refused(url: str) -> str:
+        part = {"type": "image_url", "image_url": {"url": url}}
+        body = {"messages": [{"role": "user", "content": [part]}], "max_tokens": 4}
+        answer: httpx.Response = client.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 400, answer.text
+        return str(answer.json()["error"]["message"])
+
+    with seeing.client() as client:
+        for url in ("https://example.org/a.png", "http://127.0.0.1/a", "file:///etc/passwd", "x", "data:,a"):
+            assert "not fetched" in refused(url)
+        assert "base64" in refused("data:image/png;base64,%%%")
+        assert "no image" in refused(url_of(b"nothing"))
+        assert "damaged" in refused(url_of(FIRST[: len(FIRST) // 2]))
+        # The digest of a file that another one sent names nothing here.
+        digest = Image(FIRST).digest
+        body = {"messages": [{"role": "user", "content": "a", "images": [[0, digest]]}], "max_tokens": 4}
+        answer = client.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200
+        assert answer.json()["usage"]["prompt_tokens"] < 64
+        part = {"type": "image", "digest": digest}
+        body = {"messages": [{"role": "user", "content": [part]}], "max_tokens": 4}
+        assert client.post("/v1/chat/completions", json=body).status_code == 400
+        raw = {"prompt": [1, *range(-8, 0), 5], "max_tokens": 4}
+        assert client.post("/v1/completions", json=raw).status_code == 400
+
+
+@pytest.mark.parametrize("protocol", ["chat", "messages", "count", "ollama", "session"])
+def test_a_server_with_keys_takes_no_images(toy: Toy, tmp_path: Path, protocol: str) -> None:
+    """Their files would count for no limit of a key, and outlast its sessions."""
+    data = base64_of(FIRST)
+    shown = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+    url = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+    said = [{"role": "user", "content": [{"type": "text", "text": "what?"}, url]}]
+    told = [{"role": "user", "content": [{"type": "text", "text": "what?"}, shown]}]
+    path, body = {
+        "chat": ("/v1/chat/completions", {"messages": said}),
+        "messages": ("/v1/messages", {"messages": told, "max_tokens": 2}),
+        "count": ("/v1/messages/count_tokens", {"messages": told}),
+        "ollama": ("/api/chat", {"messages": [{"role": "user", "content": "?", "images": [data]}]}),
+        "session": ("/v1/sessions/s/turns", {"messages": said}),
+    }[protocol]
+    text, key = new_key("team")
+    with (
+        perdure.open(toy("llava")[0], store=tmp_path, n_ctx=4096, slots=2, threads=1) as runtime,
+        live_server(runtime, keys=Keys([key])) as server,
+        server.client(text) as client,
+    ):
+        client.post("/v1/sessions", json={"name": "s"})
+        answer = client.post(path, json=body)
+    assert answer.status_code == 400
+    assert "a server with keys reads no images yet" in answer.text
+    assert not (tmp_path / "media").exists()

@@ -1,0 +1,240 @@
+"""Images in messages: encoded once, kept by sessions, never mistaken for text."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import perdure
+from perdure import EngineDiedError, Image, InvalidInputError, Message, Runtime, SessionError
+from perdure.ext.images import reader
+from perdure.ext.images.encoder import Encoder, Patience
+from perdure.ext.images.media_store import FileDigest, MediaStore
+
+from .pictures import picture
+
+Toy = Callable[[str], tuple[Path, Path]]
+
+BEHIND = " here" + 40 * " w1" + "?"
+"""Exact mode resumes after whole steps, so the image is behind one of them."""
+ASK: Any = {"max_tokens": 10, "temperature": 0.0}
+
+
+@pytest.fixture(scope="module")
+def model(toy: Toy) -> Path:
+    return toy("llava")[0]
+
+
+def opened(model: Path, store: Path | None) -> Runtime:
+    return perdure.open(model, store=store, n_ctx=4096, slots=2, threads=1, exact=True)
+
+
+def seen(*parts: str | Image) -> dict[str, Any]:
+    return {"role": "user", "content": list(parts)}
+
+
+def encoded(rt: Runtime) -> int:
+    """Files that were encoded so far."""
+    usage = MediaStore(Path(str(rt.backend.storage.folder))).usage()
+    return usage.media
+
+
+def test_e1_e2_a_conversation_with_images_goes_on_anywhere(model: Path, tmp_path: Path) -> None:
+    """After a restart, in a fork, after a rewind, in a stateless chat: the bits of a cold run; each image is
+    encoded once, and a later turn computes no image token."""
+    first, second = Image(picture(seed=1)), Image(picture(seed=2))
+    store = tmp_path / "store"
+    with opened(model, store) as rt:
+        session = rt.session("walk")
+        one = session.say(seen("what is ", first, BEHIND), **ASK)
+        two = session.say("and now?", **ASK)
+        assert one.usage.prompt_tokens > 64
+        assert two.reuse.reused >= 128
+        assert encoded(rt) == 1
+    # No encoder, no projector and no file is needed to go on.
+    shutil.rmtree(store / "media" / "encoded")
+    shutil.rmtree(store / "media" / "files")
+    with opened(model, store) as rt:
+        session = rt.session("walk")
+        three = session.say("and then?", **ASK)
+        assert three.reuse.reused >= 128
+        fork = session.fork("other")
+        four = fork.say(seen(second, first, "both?"), **ASK)
+        assert encoded(rt) == 2
+        fork.rewind(turns=1)
+        five = fork.say(seen(second, "one?"), **ASK)
+        assert encoded(rt) == 2
+        assert [said.images for turn in session.history() for said in turn.messages if said.images] == [
+            ((8, first),)
+        ]
+    messages: list[Any] = [
+        seen("what is ", first, BEHIND),
+        {"role": "assistant", "content": one.text},
+        {"role": "user", "content": "and now?"},
+    ]
+    with opened(model, tmp_path / "cold") as rt:
+        assert rt.session("walk").say(seen("what is ", first, BEHIND), **ASK).tokens == one.tokens
+        session = rt.session("again")
+        for said in (messages[0], "and now?", "and then?"):
+            reply = session.say(said, **ASK)
+        assert reply.tokens == three.tokens
+        fork = session.fork("other")
+        assert fork.say(seen(second, "one?"), **ASK).tokens == five.tokens
+        assert rt.chat(messages[:1], **ASK).tokens == one.tokens
+        assert four.tokens != five.tokens
+
+
+def test_e3_two_images_are_two(model: Path, tmp_path: Path) -> None:
+    with opened(model, tmp_path / "store") as rt:
+        replies = {
+            rt.chat([seen("what is ", Image(picture(seed=seed)))], **ASK).tokens for seed in range(1, 4)
+        }
+        assert len(replies) == 3
+        assert len({Image(picture(seed=1)), Image(picture(seed=1)), Image(picture(seed=2))}) == 2
+
+
+def test_what_a_user_types_is_never_an_image(model: Path, tmp_path: Path) -> None:
+    image = Image(picture(seed=1))
+    mark = f"\ue001{image.digest}\ue001"
+    with opened(model, tmp_path / "store") as rt:
+        count = rt.count_chat([seen("see ", image)])
+        for text in (mark, f"\ue000{mark}", f"<__media__>{mark}\ue000", "\ue001" * 9):
+            said = [seen(text)]
+            assert not any(
+                token < 0 for token in rt.chat_format.prompt([Message.parse(said[0])]).transcript.tokens
+            )
+            both = [seen("see ", image, text)]
+            assert rt.count_chat(both) > count
+            tokens = rt.chat_format.prompt([Message.parse(both[0])]).transcript.tokens
+            assert sum(token < 0 for token in tokens) == 64
+            read = rt.model.detokenize([each for each in tokens if each >= 0])
+            assert text in read.replace("▁", "")
+
+
+def test_e5_rows_that_are_gone_are_encoded_again_and_files_that_are_gone_are_named(
+    model: Path, tmp_path: Path
+) -> None:
+    image = Image(picture(seed=1))
+    store = tmp_path / "store"
+    with opened(model, store) as rt:
+        first = rt.session("walk").say(seen(image, "?"), **ASK)
+    shutil.rmtree(store / "blocks")
+    (store / "index.sqlite").unlink()
+    [rows] = (store / "media" / "rows").glob("??/*")
+    rows.write_bytes(rows.read_bytes()[:-9])
+    with opened(model, store) as rt:
+        # The next message that shows it has it encoded again.
+        assert rt.chat([seen(image, "?")], **ASK).tokens == first.tokens
+        fork = rt.session("walk").fork("other")
+        fork.rewind(turns=1)
+        kept = Message.parse(Message.parse(seen(image, "?")).to_dict())
+        assert kept.images[0][1].data is None
+        assert fork.say(kept, **ASK).tokens == first.tokens
+    files = MediaStore(store)
+    with opened(model, store) as rt:
+        files.forget_file(FileDigest(bytes.fromhex(image.digest)))
+        files.forget_rows()
+        with pytest.raises(SessionError, match=image.digest[:12]):
+            rt.chat([kept], **ASK)
+
+
+def test_one_namespace_cannot_name_the_image_of_another(model: Path, tmp_path: Path) -> None:
+    image = Image(picture(seed=1))
+    kept = Message.parse(Message.parse(seen(image)).to_dict())
+    with opened(model, tmp_path / "store") as rt:
+        rt.chat([seen(image)], namespace="one", **ASK)
+        rt.chat([kept], namespace="one", **ASK)
+        for other in ("", "two"):
+            with pytest.raises(SessionError, match="not in the store"):
+                rt.chat([kept], namespace=other, **ASK)
+
+
+def test_what_cannot_be_seen_is_refused_in_words(model: Path, toy: Toy, tmp_path: Path) -> None:
+    image = Image(picture())
+    with opened(model, None) as rt, pytest.raises(InvalidInputError, match="store"):
+        rt.chat([seen(image)], **ASK)
+    blind = tmp_path / "blind.gguf"
+    shutil.copy(model, blind)
+    with opened(blind, tmp_path / "store") as rt:
+        with pytest.raises(InvalidInputError, match="projector"):
+            rt.chat([seen(image)], **ASK)
+        assert rt.chat([seen("hm")], **ASK).tokens
+    with opened(model, tmp_path / "other") as rt:
+        session = rt.session("walk")
+        with pytest.raises(InvalidInputError, match="no image"):
+            session.say(seen(Image(b"nothing"), "?"), **ASK)
+        assert session.say("go on", **ASK).tokens
+        with pytest.raises(InvalidInputError, match="only a user"):
+            rt.chat([{"role": "system", "content": [image]}], **ASK)
+    with opened(toy("qwen2vl")[0], tmp_path / "rope") as rt, pytest.raises(InvalidInputError, match="M-RoPE"):
+        rt.chat([seen(image)], **ASK)
+    with pytest.raises(InvalidInputError, match="cannot be read"):
+        Image(tmp_path / "none.png")
+
+
+def test_a_message_with_images_reads_as_the_same_again(tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    path.write_bytes(picture())
+    message = Message.parse(seen("a", Image(path), "bc", Image(picture(seed=8)), Image(path)))
+    assert message.content == "abc"
+    assert [at for at, _ in message.images] == [1, 3, 3]
+    assert Message.parse(message.to_dict()) == message
+    for wrong in ([[1]], [[9, "00" * 32]], [[0, "x"]], [[2, "00" * 32], [1, "00" * 32]]):
+        with pytest.raises(InvalidInputError):
+            Message.parse({"role": "user", "content": "abc", "images": wrong})
+
+
+def test_e4_y25_a_file_at_which_the_encoder_died_is_not_tried_again(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = Image(picture(2000, 2000))
+    hasty = partial(Encoder, patience=Patience(decode=1e-5))
+    with opened(model, tmp_path) as rt:
+        with monkeypatch.context() as patched:
+            patched.setattr(reader, "Encoder", hasty)
+            with pytest.raises(EngineDiedError, match="took more than"):
+                rt.chat([seen(large, "what?")], **ASK)
+        with pytest.raises(InvalidInputError, match="the encoder died at this image before"):
+            rt.chat([seen(large, "what?")], **ASK)
+
+
+def test_e7_a_known_image_waits_for_no_other(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One key's slow file is no delay for another's conversation."""
+    known, slow = Image(picture()), Image(picture(seed=9))
+    begun, go_on = threading.Event(), threading.Event()
+    encode = Encoder.encode
+
+    def slowly(self: Encoder, data: bytes, *rest: Any) -> Any:
+        begun.set()
+        assert go_on.wait(60)
+        return encode(self, data, *rest)
+
+    with opened(model, tmp_path) as rt:
+        first = rt.chat([seen(known, "what?")], **ASK)
+        monkeypatch.setattr(Encoder, "encode", slowly)
+        other = threading.Thread(target=lambda: rt.chat([seen(slow, "what?")], **ASK))
+        other.start()
+        assert begun.wait(60)
+        try:
+            assert rt.chat([seen(known, "what?")], **ASK).tokens == first.tokens
+        finally:
+            go_on.set()
+            other.join()
+
+
+def test_y3_the_file_of_an_image_is_kept_for_sessions_alone(model: Path, tmp_path: Path) -> None:
+    image = Image(picture())
+    files = tmp_path / "media" / "files"
+    with opened(model, tmp_path) as rt:
+        rt.chat([seen(image, "what?")], **ASK)
+        assert not files.exists()
+        rt.session("a").append(seen(image, "this"))
+        assert len([path for path in files.rglob("*") if path.is_file()]) == 1

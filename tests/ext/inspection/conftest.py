@@ -1,0 +1,5 @@
+"""A browser, for pages of analyses."""
+
+from page.conftest import browser
+
+__all__ = ["browser"]
