@@ -89,10 +89,6 @@ class StoredImages:
             if len(self._deadly) > _REMEMBERED:
                 del self._deadly[next(iter(self._deadly))]
             raise
-        if any(medium.n_pos != len(medium) for medium in encoded.media):
-            raise InvalidInputError(
-                "images of this model have positions in two dimensions (M-RoPE), which cannot be read yet"
-            )
         return encoded
 
     @property
