@@ -46,7 +46,7 @@ def places_of(tokens: Ids) -> list[int]:
 
 @given(st.lists(parts, min_size=1, max_size=8), st.data())
 def test_k4_positions_follow_from_the_ids(given: list[Ids], data: st.DataObject) -> None:
-    """However a sequence came to hold its tokens: part by part, at once, as a copy, or cut back and read on."""
+    """However a sequence came to hold its tokens: part by part, at once, as a copy, or cut and read on."""
     ledger = Ledger(3)
     for ids in given:
         if ids[0] >= 0:

@@ -1,10 +1,11 @@
-"""Any history of prompts with media, checked by W≡C: every reply has the tokens and log probabilities of a cold
-run, to the last bit."""
+"""Any history of prompts with media, checked by W≡C: every reply has the tokens and log probabilities of a
+cold run, to the last bit."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -96,10 +97,8 @@ class MediaMachine(RuleBasedStateMachine):
             return
         with failing_decode(inside(self.rt).context, step=step, after=after):
             stream = self.rt.submit(prompt, **ASK)
-            try:
+            with suppress(perdure.PerdureError):
                 self.judge(prompt, stream.reply())
-            except perdure.PerdureError:
-                pass
 
     @rule()
     def restart(self) -> None:
