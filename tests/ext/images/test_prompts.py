@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from perdure import (
 )
 from perdure.ext.images.encoder import Encoder
 from perdure.ext.images.library import find_library
-from perdure.ext.images.media_store import MediaStore, stored_media
+from perdure.ext.images.media_store import FileDigest, MediaStore, stored_media
 from perdure.spi.cache import spans
 
 from .pictures import picture, sound
@@ -74,13 +75,17 @@ def scene(request: pytest.FixtureRequest, toy: Toy, tmp_path_factory: pytest.Tem
     return scene_of(request.param, toy, tmp_path_factory.mktemp("media"))
 
 
+def digest_of(data: bytes) -> FileDigest:
+    return FileDigest(hashlib.sha256(data).digest())
+
+
 def scene_of(kind: str, toy: Toy, folder: Path) -> Scene:
     model, projector = toy(kind)
     store = MediaStore(folder)
     files = [sound(1), sound(0.5)] if kind == "qwen2a" else [picture(seed=1), picture(seed=2)]
     with Encoder(model, projector, threads=1) as encoder:
         known = [
-            store.keep("", encoder.identity, store.keep_file(data), encoder.encode(data, form))
+            store.keep("", encoder.identity, digest_of(data), encoder.encode(data, form))
             for data in files
             for form in ("audio" if kind == "qwen2a" else "image",)
         ]
