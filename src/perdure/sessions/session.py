@@ -75,6 +75,8 @@ class Host(StoreHost, Protocol):
         """Held while all the state of a session is in memory."""
         ...
 
+    def file(self, namespace: str, digest: str) -> bytes | None: ...
+
     def branch(
         self,
         session: Session,
