@@ -39,8 +39,9 @@ from perdure.events.event import (
     Woken,
     event_of,
 )
-from perdure.events.hub import EventHub, Subscription
+from perdure.events.hub import EventHub
 from perdure.events.sinks import JsonLines, json_line
+from perdure.events.subscription import Subscription
 from perdure.testing.toy import ToyModel
 from worker.engines import isolated
 

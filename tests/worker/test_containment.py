@@ -16,7 +16,7 @@ from decode.unexpected import ERRORS, PLACES
 from perdure import PerdureError
 from perdure.decode.output_queue import OutputQueue, notify
 from perdure.decode.request import Delta
-from perdure.events.hub import Subscription
+from perdure.events.subscription import Subscription
 from perdure.worker import service
 from perdure.worker.connection import Connection
 from perdure.worker.protocol import RequestId
