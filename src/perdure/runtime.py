@@ -25,7 +25,7 @@ from perdure.decode.stream import Stream, one_request, result_of, submitted
 from perdure.engine.adapters import Scales, absolute_scales
 from perdure.engine.contract import Tokenizer, Tokens
 from perdure.errors import InvalidInputError, TokenError
-from perdure.events.hub import LIMIT
+from perdure.events import LIMIT
 from perdure.extension import part
 from perdure.options import unknown_options
 from perdure.sessions.session import Session

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from perdure.checks import check_whole
 from perdure.errors import InvalidInputError
+from perdure.events import LIMIT
 from perdure.events.background import BackgroundThread
 
 if TYPE_CHECKING:
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger("perdure.events")
-
-LIMIT = 10_000
-"""Events that may wait for one reader."""
 
 
 class EventHub:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from perdure.closing import Closing
-from perdure.events.hub import LIMIT
+from perdure.events import LIMIT
 
 if TYPE_CHECKING:
     from perdure.events.event import Event, LateEvent, PlainEvent

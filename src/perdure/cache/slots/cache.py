@@ -250,15 +250,16 @@ class SlotCache(Slots):
         self.budget = budget
         self.kept = KeptPrefixes(changed=self._kept_changed)
         # Checkpoints, blocks, and the memory through which states pass on their way keep to one budget.
-        pins = self.kept.held
         self.eviction = eviction or Eviction()
-        self.eviction.pinned = pins.holds
-        self._checkpoints = SlotCheckpoints.of(context, budget=budget, spacing=spacing, pinned=pins.holds)
+        self.eviction.pinned = self.kept.holds
+        self._checkpoints = SlotCheckpoints.of(
+            context, budget=budget, spacing=spacing, pinned=self.kept.holds
+        )
         scratch = context.limit_scratch(budget // 8)
         self.tier = MemoryTier(budget - self._checkpoints.budget - scratch, eviction=self.eviction)
-        pins.budget = min([self.tier.budget, *(each.tier.budget for each in lower)]) // 2
+        self.kept.held_budget = min([self.tier.budget, *(each.tier.budget for each in lower)]) // 2
         for each in lower:
-            each.tier.pinned = pins.holds
+            each.tier.pinned = self.kept.holds
             each.tier.eviction = self.eviction
         self.tiers = Tiers(self.tier, lower)
         self.reused: dict[str, int] = {}
