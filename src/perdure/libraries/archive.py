@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from perdure import system
 from perdure.errors import LibraryFetchError
 from perdure.libraries.package import Package
-from perdure.models.download import mistake
+from perdure.models.fetching.download import mistake
 
 _CHUNK = 1 << 20
 _MOST_FILES = 200

@@ -18,8 +18,8 @@ from pathlib import Path
 from perdure import system
 from perdure.config import settings
 from perdure.errors import FetchError, LibraryFetchError
-from perdure.models.download import fetch_lock
-from perdure.models.package_index import fetched_wheel
+from perdure.models.fetching.download import fetch_lock
+from perdure.models.fetching.package_index import fetched_wheel
 from perdure.models.registry import Progress
 
 _COMPAT = ("/usr/local/cuda/compat", "/usr/local/cuda-*/compat", "/opt/cuda/compat")

@@ -3,9 +3,9 @@
 from perdure import models
 from perdure.models.card import ASSISTANTS, Card, Facts, TypeShare, part_names, read_parts
 from perdure.models.catalogue import names_of
-from perdure.models.download import Remote, RemoteBytes, web
+from perdure.models.fetching.download import Remote, RemoteBytes, web
+from perdure.models.fetching.hub import chosen, hub_cache, read_offers
 from perdure.models.header import FILE_TYPES, TENSOR_TYPES, Header, parse_header
-from perdure.models.hub import chosen, hub_cache, read_offers
 from perdure.models.local_models import locate
 from perdure.models.placement import (
     LEAST_CONTEXT,

@@ -17,7 +17,7 @@ import perdure
 from perdure import InvalidInputError, models
 from perdure.engine_config import KvType
 from perdure.ext.fit.fit import Fit, propose
-from perdure.models.download import Remote, RemoteBytes, web
+from perdure.models.fetching.download import Remote, RemoteBytes, web
 from perdure.models.placement import FitConstraints, Room, Sizes
 from serving import Page, put_repo, site
 

@@ -309,7 +309,7 @@ def rm(
     yes: Yes = False,
 ) -> None:
     """Delete a model that was fetched."""
-    from perdure.models.local_models import files_of, remove
+    from perdure.models.inventory import files_of, remove
 
     files = files_of(name)
     size = decimal(sum(file.stat().st_size for file in files if file.exists()))
