@@ -32,14 +32,15 @@ from perdure.decode.stops import RepetitionGuard, TextStream
 from perdure.engine.adapters import AdapterSet, AdapterTable
 from perdure.engine.context import Context
 from perdure.engine.contract import Floats, token_array
-from perdure.engine.logits import Candidate, LogitsView, Step
 from perdure.engine.model import EngineModel
 from perdure.engine.row_kernels import NothingToDraw
+from perdure.engine.step import Candidate, Step
 from perdure.errors import ContextOverflow, GrammarError, InvalidInputError
 
 if TYPE_CHECKING:
     from perdure.decode.sampling.grammar import Grammars, Matcher
     from perdure.engine.inspection import StepLogits, Trace
+    from perdure.engine.logits import LogitsView
     from perdure.engine.state import Checkpoint
 
 
