@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import weakref
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from perdure.engine.contract import Floats
 from perdure.errors import PinnedError
-
-if TYPE_CHECKING:
-    from perdure.engine.logits import LogitsView
 
 
 class Candidate(NamedTuple):
@@ -44,7 +41,8 @@ class Step:
         self.keep = keep
         self.alive = True
         self.pins: list[weakref.ref[Floats]] = []
-        self.views: dict[object, LogitsView] = {}
+        self.views: dict[object, Any] = {}
+        """Those that were taken of its rows, by the row."""
 
     def retire(self) -> None:
         """End the step, unless memory of it is borrowed."""

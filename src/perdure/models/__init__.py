@@ -6,8 +6,10 @@ adapter_file  LoRAs and control vectors as GGUF, judged before the engine sees t
 card          what a model is, in figures
 catalogue     current open models by their short names, and which of them fit here
 other_programs  models that Ollama and LM Studio have on this machine
-placement     how many bytes of a model lie where, and which layers fit on devices
-registry      names, and where each comes from
+placement     how many bytes of a model lie where
+registry      where models come from, by name
+names         names of hubs, addresses, other programs and the catalogue
+ways_to_open  which layers, experts and caches of a model go where
 fetching/     from a package index, a hub or another address
 local_models  the models of this machine: find one, or fetch it
 inventory     the list of them; drop one
@@ -23,17 +25,9 @@ if TYPE_CHECKING:
     from perdure.models.card import Card, TypeShare, card_of, read_card, read_parts
     from perdure.models.header import Header, Strings, Tensor, read_header
     from perdure.models.inventory import LocalModel, entries, remove
-    from perdure.models.local_models import is_here, path, pull
-    from perdure.models.registry import (
-        FileSource,
-        HubSource,
-        Progress,
-        Source,
-        UrlSource,
-        WheelSource,
-        names_model,
-        resolve,
-    )
+    from perdure.models.local_models import is_here, path, pull, resolve
+    from perdure.models.names import names_model
+    from perdure.models.registry import FileSource, HubSource, Progress, Source, UrlSource, WheelSource
 
 __all__ = [
     "Card",
@@ -65,7 +59,8 @@ _MODULES = {
     "card": ("Card", "TypeShare", "card_of", "read_card", "read_parts"),
     "header": ("Header", "Strings", "Tensor", "read_header"),
     "inventory": ("LocalModel", "entries", "remove"),
-    "local_models": ("is_here", "path", "pull"),
+    "local_models": ("is_here", "path", "pull", "resolve"),
+    "names": ("names_model",),
 }
 
 

@@ -9,8 +9,8 @@ from perdure.config import settings
 from perdure.errors import ModelNotFoundError
 from perdure.models.card import part_names
 from perdure.models.fetching.web_files import url_folder
-from perdure.models.local_models import locate
-from perdure.models.registry import ALIASES, MODELS, FileSource, HubSource, WheelSource, resolve
+from perdure.models.local_models import locate, resolve
+from perdure.models.registry import ALIASES, MODELS, FileSource, HubSource, WheelSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

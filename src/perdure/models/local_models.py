@@ -7,7 +7,29 @@ from pathlib import Path
 
 from perdure.config import settings
 from perdure.models.card import read_parts
-from perdure.models.registry import DEFAULT, FileSource, HubSource, Progress, Source, UrlSource, resolve
+from perdure.models.registry import DEFAULT, FileSource, HubSource, Progress, Source, UrlSource
+
+
+def resolve(name: str | os.PathLike[str], *, own: bool = False) -> Source:
+    """Where the model of that name comes from.
+
+    A name of the registry or of the catalogue, one that Ollama has on this machine, `ollama:name`,
+    `lmstudio:publisher/repo/file.gguf`, a path, `hf:owner/repo/file.gguf`, `owner/repo:file.gguf`,
+    `owner/repo:Q4_K_M` or `owner/repo`, each also after `hf.co/`; `@revision` may follow the repo. A page or
+    file of the hub by its URL, or any other URL of a .gguf file. Names of the registry win over files, and
+    files over the hub; `./name` and `hf:name` say which is meant. A name of the catalogue is our own copy if
+    it is here, else Ollama's if that is; with `own`, it is never Ollama's.
+    """
+    if not isinstance(name, str):
+        return FileSource(path=Path(name).expanduser())
+    known = MODELS.get(ALIASES.get(name.lower(), name.lower()))
+    if known is not None:
+        return known
+    if Path(name).is_absolute():
+        return FileSource(path=Path(name))
+    from perdure.models.names import find
+
+    return find(name, own=own)
 
 
 def path(name: str | os.PathLike[str] | None = None, progress: Progress | None = None) -> Path:

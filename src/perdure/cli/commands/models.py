@@ -237,8 +237,7 @@ def models(context: typer.Context, as_json: Json = False) -> None:
     if context.invoked_subcommand is not None:
         return
     from perdure.models.catalogue import ranked, recommended
-    from perdure.models.local_models import locate
-    from perdure.models.registry import resolve
+    from perdure.models.local_models import locate, resolve
 
     best = recommended()
     rows = [

@@ -212,7 +212,7 @@ class StepRows:
 
     def view(self, row: int, seq: int | None) -> LogitsView:
         key = self._key(row, seq)
-        view = self._step.views.get(key)
+        view: LogitsView | None = self._step.views.get(key)
         if view is None:
             # Replies draw from rows without a view of them.
             from perdure.engine.logits import LogitsView
