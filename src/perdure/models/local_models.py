@@ -7,7 +7,16 @@ from pathlib import Path
 
 from perdure.config import settings
 from perdure.models.card import read_parts
-from perdure.models.registry import DEFAULT, FileSource, HubSource, Progress, Source, UrlSource
+from perdure.models.registry import (
+    ALIASES,
+    DEFAULT,
+    MODELS,
+    FileSource,
+    HubSource,
+    Progress,
+    Source,
+    UrlSource,
+)
 
 
 def resolve(name: str | os.PathLike[str], *, own: bool = False) -> Source:

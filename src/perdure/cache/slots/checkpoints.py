@@ -128,10 +128,10 @@ class CutAnywhere(SlotCheckpoints):
         return ()
 
     def restorable_length(self, seq: int, shared: int, length: int) -> int:
-        return shared
+        return self._context.cut_point(seq, shared)
 
     def restorable_lengths(self, shared: Counts, lengths: Counts) -> Counts:
-        return shared
+        return super().restorable_lengths(shared, lengths) if self._context.has_spans else shared
 
     def restorable_when_computed(self, shared: Counts, lengths: Counts) -> Counts:
         return shared
