@@ -49,6 +49,32 @@ def check_labels(labels: frozenset[str]) -> None:
             raise InvalidInputError(f"a label must be valid Unicode text: {error}") from None
 
 
+class Pins:
+    """What is not evicted for now: the blocks of prefixes with an end, made for the first of these, in the
+    engine thread."""
+
+    def __init__(self) -> None:
+        self.budget = 0
+        """Bytes that all of them may hold together."""
+        self._blocks: HeldBlocks | None = None
+
+    @property
+    def blocks(self) -> HeldBlocks:
+        if self._blocks is None:
+            from perdure.cache.held_blocks import HeldBlocks
+
+            self._blocks = HeldBlocks(self.budget)
+        return self._blocks
+
+    def holds(self, name: bytes) -> bool:
+        """Whether a block or a checkpoint is to stay. For any thread."""
+        return self._blocks is not None and self._blocks.holds(name)
+
+    def clear(self) -> None:
+        if self._blocks is not None:
+            self._blocks.clear()
+
+
 class KeptPrefixes:
     """The one table of kept prefixes. Those without an end are listed, sorted by where their chain starts and
     by their tokens; of those with an end, the blocks are `held`.
@@ -66,9 +92,7 @@ class KeptPrefixes:
     ) -> None:
         """`changed` hears of each prefix that is listed (True) or is not any more."""
         self._changed = changed
-        self._held: HeldBlocks | None = None
-        self.held_budget = 0
-        """Bytes that all prefixes with an end may hold together."""
+        self.pins = Pins()
         self.nbytes = 0
         """What listing takes."""
         self.limit = limit
@@ -87,16 +111,8 @@ class KeptPrefixes:
 
     @property
     def held(self) -> HeldBlocks:
-        """The blocks of prefixes with an end. Made for the first of them, in the engine thread."""
-        if self._held is None:
-            from perdure.cache.held_blocks import HeldBlocks
-
-            self._held = HeldBlocks(self.held_budget)
-        return self._held
-
-    def holds(self, name: bytes) -> bool:
-        """Whether a block or a checkpoint is to stay for a prefix with an end. For any thread."""
-        return self._held is not None and self._held.holds(name)
+        """The blocks of prefixes with an end."""
+        return self.pins.blocks
 
     def get(self, prefix: KeptPrefix) -> KeptPrefix | None:
         return self.find(prefix.root, prefix.ids)
@@ -181,8 +197,7 @@ class KeptPrefixes:
     def clear(self) -> None:
         for prefix in self.all():
             self._changed(prefix, False)
-        if self._held is not None:
-            self._held.clear()
+        self.pins.clear()
         self._spaces, self._places, self._keys, self.nbytes = {}, {}, SortedKeys(), 0
 
     # Which prefix needs which blocks.

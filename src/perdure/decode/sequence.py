@@ -195,7 +195,7 @@ class TokenSequence:
         return np.array(self.tokens[self.cached : self.cached + count], np.int32)
 
     def step_within_media(self, count: int, most: int) -> int:
-        """How many of its next `count` tokens a step takes where an image has a step of its own."""
+        """How many of its next `count` tokens a step takes where an image has a separate step."""
         from perdure.engine.media import step_within
 
         return step_within(self.media, self.cached, count, most)

@@ -250,20 +250,21 @@ class SlotCache(Slots):
         self.budget = budget
         self.kept = KeptPrefixes(changed=self._kept_changed)
         # Checkpoints, blocks, and the memory through which states pass on their way keep to one budget.
+        pins = self.kept.pins
         self.eviction = eviction or Eviction()
-        self.eviction.pinned = self.kept.holds
+        self.eviction.pinned = pins.holds
         self._checkpoints: SlotCheckpoints = CutAnywhere(context)
         if context.memory.needs_checkpoint:
             from perdure.cache.slots.checkpoint_store import CheckpointStore
 
             self._checkpoints = CheckpointStore(
-                context, budget=budget // 4, spacing=spacing, pinned=self.kept.holds
+                context, budget=budget // 4, spacing=spacing, pinned=pins.holds
             )
         scratch = context.limit_scratch(budget // 8)
         self.tier = MemoryTier(budget - self._checkpoints.budget - scratch, eviction=self.eviction)
-        self.kept.held_budget = min([self.tier.budget, *(each.tier.budget for each in lower)]) // 2
+        pins.budget = min([self.tier.budget, *(each.tier.budget for each in lower)]) // 2
         for each in lower:
-            each.tier.pinned = self.kept.holds
+            each.tier.pinned = pins.holds
             each.tier.eviction = self.eviction
         self.tiers = Tiers(self.tier, lower)
         self.reused: dict[str, int] = {}
