@@ -3,6 +3,7 @@
 from perdure import models
 from perdure.models.card import ASSISTANTS, Card, Facts, TypeShare, part_names, read_parts
 from perdure.models.catalogue import names_of
+from perdure.models.deadly_files import DeadlyFiles, LoadedTogether, forget, is_crash, remembered
 from perdure.models.download import Remote, RemoteBytes, web
 from perdure.models.header import FILE_TYPES, TENSOR_TYPES, Header, parse_header
 from perdure.models.hub import chosen, hub_cache, read_offers
@@ -30,11 +31,13 @@ __all__ = [
     "LEAST_CONTEXT",
     "TENSOR_TYPES",
     "Card",
+    "DeadlyFiles",
     "Facts",
     "FitConstraints",
     "FitLevel",
     "Header",
     "HubSource",
+    "LoadedTogether",
     "ModelPlacement",
     "Need",
     "Remote",
@@ -46,7 +49,9 @@ __all__ = [
     "TypeShare",
     "UrlSource",
     "chosen",
+    "forget",
     "hub_cache",
+    "is_crash",
     "judge",
     "locate",
     "models",
@@ -57,6 +62,7 @@ __all__ = [
     "read_offers",
     "read_parts",
     "read_safetensors",
+    "remembered",
     "resolve",
     "safetensors_header",
     "web",

@@ -110,10 +110,13 @@ def _build(setup: Setup) -> LocalBackend:
     engine: registry.Engine = imported(setup.engine)
     model = engine.open(setup.model, cells=registry.cells(setup.config), **setup.config.loading)
     try:
-        return LocalBackend(model, setup.config, storage=setup.storage, own_model=True)
+        backend = LocalBackend(model, setup.config, storage=setup.storage, own_model=True)
     except BaseException:
         model.close()
         raise
+    if setup.tries_step:
+        backend.try_step()
+    return backend
 
 
 def _log_to(connection: Connection, level: int) -> None:
