@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Unpack
 
 from inside import core_of
-from perdure import Context
+from perdure import Context, Model
 from perdure.engine.contract import Batch, LoadingKeywords, Outcome
-from perdure.engine.llama import model as llama_model
 from perdure.engine.llama.engine import LlamaEngine
 from perdure.engine.model import EngineModel
 
@@ -29,7 +29,8 @@ class UncheckedLlama(LlamaEngine):
         progress: Callable[[float], bool] | None = None,
         **loading: Unpack[LoadingKeywords],
     ) -> EngineModel:
-        llama_model.check_header = lambda header: None
+        # The name that the module of the model calls it by.
+        vars(sys.modules[Model.__module__])["check_header"] = lambda header: None
         model = super().open(source, cells=cells, progress=progress, **loading)
         if (size := DEADLY_STEPS.get(Path(source).stem)) is not None:
             make = model.context

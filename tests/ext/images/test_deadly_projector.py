@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Callable, Iterator
+import signal
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from homes import new_home
 from perdure import DeadlyFileError, EngineDiedError
-from perdure.ext.images.encoder import Encoder
+from perdure.ext.images.encoder import Encoder, _Child
 from perdure.models import deadly_files
 
 from .pictures import picture
@@ -19,7 +23,7 @@ Toy = Callable[[str], tuple[Path, Path]]
 
 
 @pytest.fixture
-def files(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, Path]]:
+def files(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     """A model, and a projector whose width the library aborts over as it encodes."""
     monkeypatch.setenv("PERDURE_HOME", str(new_home(tmp_path / "home")))
     model, projector = toy("llava")
@@ -29,7 +33,7 @@ def files(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     data[at : at + 4] = (1).to_bytes(4, "little")
     damaged = tmp_path / "mmproj.gguf"
     damaged.write_bytes(data)
-    yield model, damaged
+    return model, damaged
 
 
 def test_a_projector_that_kills_its_encoder_is_refused_from_then_on(
@@ -52,15 +56,22 @@ def test_a_projector_that_kills_its_encoder_is_refused_from_then_on(
         assert encoder.encode(picture()).media
 
 
-def test_an_image_that_kills_the_encoder_marks_no_projector(
+def test_an_encoder_that_is_ended_by_a_signal_marks_no_projector(
     toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Before it has encoded anything: the next process shows that the projector encodes."""
     monkeypatch.setenv("PERDURE_HOME", str(new_home(tmp_path / "home")))
     with Encoder(*toy("llava"), threads=1) as encoder:
-        encoder.count(picture())
-        assert encoder.pid is not None
-        with pytest.raises(EngineDiedError), encoder._running() as child:  # noqa: SLF001
-            child._process.send_signal(11)  # noqa: SLF001
-            child.ask({"count": "image"}, picture(), 60.0, "decode")
+        encode = _Child.answer
+
+        def killed(child: _Child, patience: float, what: str) -> Any:
+            monkeypatch.setattr(_Child, "answer", encode)
+            os.kill(child.pid, signal.SIGSEGV)
+            return encode(child, patience, what)
+
+        monkeypatch.setattr(_Child, "answer", killed)
+        # Or it had answered already.
+        with suppress(EngineDiedError):
+            encoder.encode(picture())
         assert not deadly_files.remembered()
         assert encoder.encode(picture()).media

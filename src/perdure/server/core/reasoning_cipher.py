@@ -13,7 +13,12 @@ import hashlib
 import hmac
 import zlib
 
+from perdure.atomic import unpack
+from perdure.errors import TooLargeError
+
 _TAG = 32
+_WIDEST = 4
+"""Bytes of a character."""
 
 
 class ReasoningCipher:
@@ -47,7 +52,11 @@ class ReasoningCipher:
         packed = self._hidden(hidden, tag)
         if not hmac.compare_digest(tag, self._tag(packed, namespace)):
             return None
-        return zlib.decompress(packed).decode("utf-8", "surrogatepass")
+        try:
+            text = unpack(packed, _WIDEST * self.limit, "an encrypted reasoning")
+        except TooLargeError:
+            return None
+        return text.decode("utf-8", "surrogatepass")
 
     def _tag(self, packed: bytes, namespace: str) -> bytes:
         name = namespace.encode()
