@@ -58,6 +58,7 @@ OPERATOR = "the operator's alone, or about models"
 EXEMPT = {
     "POST /v1/messages/count_tokens": COUNTS,
     "POST /v1/responses/input_tokens": COUNTS,
+    "POST /v1/images/count": COUNTS,
     "POST /tokenize": COUNTS,
     "POST /detokenize": COUNTS,
     "POST /apply-template": COUNTS,
