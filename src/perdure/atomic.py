@@ -12,14 +12,10 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from perdure import system
 from perdure.errors import StoreError, StoreFullError, StoreReadOnlyError, TooLargeError
-
-if TYPE_CHECKING:
-    import tarfile
-    import zipfile
 
 TEMPORARY = ".tmp"
 """What the names of unfinished files end with."""
@@ -112,56 +108,6 @@ def read_lines(source: Lines, limit: int, name: str) -> Iterator[bytes]:
         if len(line) > limit:
             raise TooLargeError(f"a line of {name} has more than {limit} bytes", limit=limit)
         yield line
-
-
-class BoundedReader:
-    """Reads what another one unpacks, and no more than `limit` bytes of it in all."""
-
-    def __init__(self, source: Readable, limit: int, name: str) -> None:
-        self._source, self._left = source, limit
-        self._limit, self._name = limit, name
-
-    def read(self, size: int, /) -> bytes:
-        piece = self._source.read(min(size, self._left + 1))
-        self._left -= len(piece)
-        if self._left < 0:
-            raise TooLargeError(f"{self._name} unpacks to more than {self._limit} bytes", limit=self._limit)
-        return piece
-
-
-@contextmanager
-def open_tar(path: Path, limit: int) -> Iterator[tarfile.TarFile]:
-    """A packed tar to be read from front to back, which unpacks to no more than `limit` bytes."""
-    import gzip
-    import tarfile
-
-    with gzip.open(path) as unpacked:
-        source = BoundedReader(unpacked, limit, path.name)
-        with tarfile.open(fileobj=source, mode="r|") as tar:  # type: ignore[call-overload]
-            yield tar
-
-
-@contextmanager
-def open_zip(path: Path, limit: int) -> Iterator[zipfile.ZipFile]:
-    """A zip file whose members have no more than `limit` bytes together: more are not unpacked of any than it
-    says."""
-    import zipfile
-
-    with zipfile.ZipFile(path) as archive:
-        check_size(sum(member.file_size for member in archive.infolist()), limit, f"all of {path.name}")
-        yield archive
-
-
-def unpack(data: bytes, limit: int, name: str) -> bytes:
-    """What zlib packed; `TooLargeError` where it was more than `limit` bytes."""
-    import zlib
-
-    unpacking = zlib.decompressobj()
-    unpacked = unpacking.decompress(data, limit + 1)
-    check_size(len(unpacked), limit, name)
-    if not unpacking.eof:
-        raise zlib.error("incomplete")
-    return unpacked
 
 
 def check_size(size: int, limit: int, name: str) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from perdure.engine.context import Context
 from perdure.engine.contract import Tokenizer, Tokens
 from perdure.engine.model import EngineModel
 from perdure.engine_config import N_CTX, QUEUE, SLOTS, STORE_BYTES, EngineConfig
-from perdure.errors import ClosedError, InvalidInputError, PerdureError, StoreError
+from perdure.errors import ClosedError, InvalidInputError, StoreError
 from perdure.events.hub import EventHub
 from perdure.request_options import Sampling
 
@@ -429,12 +429,6 @@ class LocalBackend(AlwaysLoaded):
             ending.callback(self._close_embeddings)
             if self.slot_cache.tiers.lower and not self.context.closed:
                 self.slot_cache.store_all()
-
-    def try_step(self) -> None:
-        """Compute one token, whatever comes of it: the process may die of it."""
-        token = self.model.tokenize("a")[:1] or [0]
-        with suppress(PerdureError):
-            self._read_only(np.array(token, np.int32), "", None)
 
     def _open_drafter(self) -> Drafter | None:
         from perdure.decode.drafter import drafter_opener

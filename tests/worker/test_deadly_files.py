@@ -18,10 +18,10 @@ from homes import new_home
 from perdure import DeadlyFileError, EngineDiedError, Runtime
 from perdure.engine import registry
 from perdure.engine_config import EngineConfig
-from perdure.models import deadly_files
-from perdure.models.deadly_files import LoadedTogether, is_crash, remembered
 from perdure.server.core.api_error import to_api_error
 from perdure.server.pool import ModelPool, ModelSpec, PooledModel
+from perdure.worker import deadly_files
+from perdure.worker.deadly_files import LoadedTogether, is_crash, remembered
 from worker.engines import QUICK, pid, remote
 from worker.unchecked import BUILD
 

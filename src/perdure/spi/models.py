@@ -3,7 +3,6 @@
 from perdure import models
 from perdure.models.card import ASSISTANTS, Card, Facts, TypeShare, part_names, read_parts
 from perdure.models.catalogue import names_of
-from perdure.models.deadly_files import DeadlyFiles, LoadedTogether, forget, is_crash, remembered
 from perdure.models.download import Remote, RemoteBytes, web
 from perdure.models.header import FILE_TYPES, TENSOR_TYPES, Header, parse_header
 from perdure.models.hub import chosen, hub_cache, read_offers
@@ -22,6 +21,7 @@ from perdure.models.placement import (
 )
 from perdure.models.registry import DEFAULT, HubSource, UrlSource, resolve
 from perdure.models.safetensors import FLOATS, SafetensorsHeader, read_safetensors, safetensors_header
+from perdure.worker import deadly_files
 
 __all__ = [
     "ASSISTANTS",
@@ -31,13 +31,11 @@ __all__ = [
     "LEAST_CONTEXT",
     "TENSOR_TYPES",
     "Card",
-    "DeadlyFiles",
     "Facts",
     "FitConstraints",
     "FitLevel",
     "Header",
     "HubSource",
-    "LoadedTogether",
     "ModelPlacement",
     "Need",
     "Remote",
@@ -49,9 +47,8 @@ __all__ = [
     "TypeShare",
     "UrlSource",
     "chosen",
-    "forget",
+    "deadly_files",
     "hub_cache",
-    "is_crash",
     "judge",
     "locate",
     "models",
@@ -62,7 +59,6 @@ __all__ = [
     "read_offers",
     "read_parts",
     "read_safetensors",
-    "remembered",
     "resolve",
     "safetensors_header",
     "web",

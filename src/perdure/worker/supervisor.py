@@ -15,7 +15,7 @@ from perdure.engine.adapters import split_layers
 from perdure.errors import ClosedError, DeadlyFileError, EngineDiedError, EngineError, ModelFileError
 from perdure.events.background import BackgroundThread
 from perdure.events.event import Restarted
-from perdure.models.deadly_files import LoadedTogether, files_of, is_crash
+from perdure.worker.deadly_files import LoadedTogether, files_of, is_crash
 from perdure.worker.message_reader import MessageReader
 from perdure.worker.pending_requests import PendingRequests
 from perdure.worker.process import UNRESPONSIVE, ExitInfo, Process

@@ -15,7 +15,7 @@ import pytest
 from homes import new_home
 from perdure import DeadlyFileError, EngineDiedError
 from perdure.ext.images.encoder import Encoder, _Child
-from perdure.models import deadly_files
+from perdure.worker import deadly_files
 
 from .pictures import picture
 

@@ -36,7 +36,7 @@ from perdure.ext.images.library import find_library
 from perdure.ext.images.media import EncodedFile, Medium, MediumKind, Piece
 from perdure.ext.images.wire import receive, send
 from perdure.spi.base import Closing, content_digest, errors, system
-from perdure.spi.models import LoadedTogether, is_crash
+from perdure.spi.models import deadly_files
 from perdure.spi.runtime import BackgroundTimer
 
 log = logging.getLogger("perdure.ext.images")
@@ -93,7 +93,9 @@ class Encoder(Closing):
         self._closed = False
         self.encoded = 0
         """Files that were encoded."""
-        self._loaded = LoadedTogether((projector, model), build=lambda: content_digest(self._library))
+        self._loaded = deadly_files.LoadedTogether(
+            (projector, model), build=lambda: content_digest(self._library)
+        )
         self._works = self._suspected = False
         """Whether anything was ever encoded; whether a process has crashed before that."""
 
@@ -293,7 +295,7 @@ class _Child:
         elif name == "SIGKILL":
             how += ", which the system sends when memory runs out"
         said = _tail(self._log)
-        self.crashed = not self._killed_for and is_crash(name, said)
+        self.crashed = not self._killed_for and deadly_files.is_crash(name, said)
         if said:
             log.warning("the encoder of images %s: %s", how, said)
         return EngineDiedError(

@@ -148,9 +148,9 @@ def _memory(model: str | None) -> Iterator[Finding]:
 
 
 def _deadly() -> Iterator[Finding]:
-    from perdure.spi.models import remembered
+    from perdure.spi.models import deadly_files
 
-    for each in remembered():
+    for each in deadly_files.remembered():
         advice = f"fetch it anew, or have it tried once more: `perdure engine retry {each.files[0]}`"
         yield Finding("model", "warn", f"{each}, and is not loaded so again", advice)
 

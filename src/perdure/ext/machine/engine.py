@@ -208,9 +208,9 @@ def retry(
     A model, an adapter or a projector at which the engine's process died twice while it was loaded is not
     loaded again, unless its file, the build of the engine or a setting has changed.
     """
-    from perdure.spi.models import forget
+    from perdure.spi.models import deadly_files
 
-    gone = forget(file)
+    gone = deadly_files.forget(file)
     for each in gone:
         typer.echo(f"{each}; it is tried again")
     if not gone:

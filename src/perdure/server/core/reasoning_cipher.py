@@ -13,9 +13,6 @@ import hashlib
 import hmac
 import zlib
 
-from perdure.atomic import unpack
-from perdure.errors import TooLargeError
-
 _TAG = 32
 _WIDEST = 4
 """Bytes of a character."""
@@ -52,11 +49,9 @@ class ReasoningCipher:
         packed = self._hidden(hidden, tag)
         if not hmac.compare_digest(tag, self._tag(packed, namespace)):
             return None
-        try:
-            text = unpack(packed, _WIDEST * self.limit, "an encrypted reasoning")
-        except TooLargeError:
-            return None
-        return text.decode("utf-8", "surrogatepass")
+        unpacking = zlib.decompressobj()
+        text = unpacking.decompress(packed, _WIDEST * self.limit)
+        return text.decode("utf-8", "surrogatepass") if unpacking.eof else None
 
     def _tag(self, packed: bytes, namespace: str) -> bytes:
         name = namespace.encode()
