@@ -2,16 +2,18 @@
 
 import { ApiError, get, path, post, query, remove } from "./api";
 import type { List, Message, PendingTurn, Reuse, SessionAnswer, Timings, Turn } from "./api";
+import { wired } from "./attachments";
 import { GROUP } from "./drawing";
 import { asModel, keepModel } from "./models";
 import { firstWords } from "./names";
 import { notifyError } from "./notices";
 import { open } from "./route";
-import { file } from "./sessions";
+import { file, readSessions } from "./sessions";
 import { asked, defaults, fromTurn, options, type Settings } from "./settings";
 import { Watched } from "./store";
 import { ReplyText, streamReply, type Begun, type TokenLogprob } from "./stream";
 import { texts } from "./texts";
+import { writtenTitle } from "./titles";
 import { loadTree, type Tree } from "./tree";
 
 const FIRST = 30;
@@ -64,8 +66,14 @@ function readUnsent(name: string): Pending[] {
 
 function keepUnsent(name: string, unsent: Pending[]): void {
   const kept = unsent.map(({ reply, ...rest }) => ({ ...rest, reply: reply && { text: reply.text, reasoning: reply.reasoning } }));
-  if (kept.length) sessionStorage.setItem(UNSENT + name, JSON.stringify(kept));
-  else sessionStorage.removeItem(UNSENT + name);
+  if (!kept.length) return sessionStorage.removeItem(UNSENT + name);
+  try {
+    sessionStorage.setItem(UNSENT + name, JSON.stringify(kept));
+  } catch {
+    // Pictures can be more than a tab may keep: then the words alone.
+    const words = kept.map((each) => ({ ...each, said: each.said.map(({ images: _, ...message }) => message) }));
+    sessionStorage.setItem(UNSENT + name, JSON.stringify(words));
+  }
 }
 
 /** Of replies that this tab saw, by session and turn. */
@@ -242,6 +250,17 @@ export class Conversation extends Watched {
     channel.postMessage(this.name);
   }
 
+  /** Have the model write a title in the place of the first words. */
+  private async writeTitle(name: string): Promise<void> {
+    const title = await writtenTitle(name, this.title);
+    if (title === null) return;
+    if (this.name === name) {
+      this.title = title;
+      this.changed();
+    } else await readSessions().catch(() => {});
+    channel.postMessage(name);
+  }
+
   private failed(error: unknown): void {
     if (error instanceof ApiError && error.status === 404) this.state = "gone";
     else if (error instanceof ApiError && error.status === 0) {
@@ -321,7 +340,7 @@ export class Conversation extends Watched {
     const before = this.pending;
     if (!before?.stored || this.name === null) return;
     const pending = { ...before, reply: again ? null : before.reply, error: null };
-    await this.follow(path("sessions", this.name, "pending"), { again }, pending, null);
+    await this.follow(path("sessions", this.name, "pending"), async () => ({ again }), pending, null);
   }
 
   /** Have the server forget the turn that was interrupted. */
@@ -419,19 +438,19 @@ export class Conversation extends Watched {
     };
     const old = this.pending;
     if (old !== null && old.error !== null && !old.stored) this.unsent = [...this.unsent, old];
-    const request = { ...body, messages, ...asked(this.settings, goesOn) };
+    const request = async () => ({ ...body, messages: await wired(messages, name), ...asked(this.settings, goesOn) });
     return this.follow(path("sessions", name, how), request, pending, begun);
   }
 
   /** Show a reply as it comes. Whether the turn is now part of the conversation. */
-  private async follow(url: string, request: object, pending: Pending, begun: Begun | null): Promise<boolean> {
+  private async follow(url: string, request: () => Promise<object>, pending: Pending, begun: Begun | null): Promise<boolean> {
     const name = this.name!;
     const { turn } = pending;
     this.pending = pending;
     this.busyElsewhere = false;
     this.changed();
     try {
-      const reply = await streamReply(url + asModel(name), request, begun, (reply) => {
+      const reply = await streamReply(url + asModel(name), await request(), begun, (reply) => {
         // What is continued is shown until it comes again, with its first tokens.
         if (reply.text || reply.reasoning || pending.reply === null) pending.reply = reply;
         pending.accepted = true;
@@ -443,6 +462,7 @@ export class Conversation extends Watched {
         await this.read();
         this.pending = null;
         channel.postMessage(name);
+        if (turn === 1) void this.writeTitle(name);
         return true;
       }
       if (pending.stopping && reply.text === (begun?.text ?? "")) {

@@ -92,7 +92,7 @@ class ChatFormat:
         """Called behind each reply that its conversation may continue from."""
         self._images: ImageReader | None = None
         self._images_lock = threading.Lock()
-        opener = self._open_images
+        opener = self.open_images
         self._builder = PromptBuilder(backend, template, family, self.tokenizer, opener)
         if tool_use is not None:
             tool_use.tokenizer, tool_use.listeners = self.tokenizer, self.listeners
@@ -108,9 +108,10 @@ class ChatFormat:
 
     def keep_image(self, image: Image, namespace: str) -> None:
         """Have the file of an image that a session is about to name, durable when this returns."""
-        self._open_images().keep(image, namespace)
+        self.open_images().keep(image, namespace)
 
-    def _open_images(self) -> ImageReader:
+    def open_images(self) -> ImageReader:
+        """What reads images, started when it is first needed."""
         with self._images_lock:
             if self._images is None:
                 if self._backend.storage.folder is None:

@@ -54,6 +54,18 @@ class StoredImages:
         if image.data is not None:
             store.keep_file(image.data, namespace)
 
+    def count(self, data: bytes) -> int:
+        """How many tokens a file will be, by its header alone."""
+        with self._lock:
+            _, encoder = self._opened()
+        return encoder.count(data)
+
+    def file(self, digest: FileDigest, namespace: str) -> bytes | None:
+        """The bytes of a file that this namespace sent; None where it is gone."""
+        with self._lock:
+            store, _ = self._opened()
+        return store.file(digest, namespace)
+
     def _file(self, store: MediaStore, image: Image, digest: FileDigest, namespace: str) -> bytes:
         data = image.data if image.data is not None else store.file(digest, namespace)
         if data is None:

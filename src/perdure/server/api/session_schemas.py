@@ -159,6 +159,8 @@ class SaidMessage(ResponseSchema):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
+    images: list[tuple[int, str]] | None = None
+    """The SHA-256 of each image, with the number of characters before it."""
 
     @classmethod
     def of(cls, message: Message) -> SaidMessage:
