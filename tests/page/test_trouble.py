@@ -92,7 +92,7 @@ def test_a_server_that_is_killed_in_the_middle_of_a_reply_is_gone_on_with(
         user.expected = [*AWAY, "503"]
         user.set(max_tokens="16", temperature="0")
         user.ask("Name a colour.")
-        user.set(max_tokens="800")
+        user.set(max_tokens="300")
         user.say("Write a very long story about the sea, with many chapters.")
         expect(user.written).to_have_text(re.compile(r"\w+ \w+ \w+"))
         running.process.kill()

@@ -59,6 +59,7 @@ OPERATOR = "the operator's alone, or about models"
 EXEMPT = {
     "POST /v1/messages/count_tokens": COUNTS,
     "POST /v1/responses/input_tokens": COUNTS,
+    "POST /v1/images/count": COUNTS,
     "POST /tokenize": COUNTS,
     "POST /detokenize": COUNTS,
     "POST /apply-template": COUNTS,
@@ -79,7 +80,6 @@ EXEMPT = {
     "POST /v1/sessions/import": "a file: test_uploads; its turns are counted by the same statement",
     "POST /v1/chats/import": "the same",
     "POST /v1/documents/text": COUNTS,
-    "POST /v1/images/count": COUNTS,
     "POST /v1/sessions/{name}/stop": "ends work",
     "POST /v1/sessions/{name}/pending": "a turn as /turns makes it: test_pending_turns",
     "DELETE /v1/sessions/{name}/pending": "takes a question back",

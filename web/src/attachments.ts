@@ -2,7 +2,7 @@
 
 import { createContext } from "preact";
 import { path, post, request, type Message } from "./api";
-import { asModel } from "./models";
+import { asModel, chosenModel } from "./models";
 import { bytes, texts } from "./texts";
 
 export interface Attachment {
@@ -41,8 +41,10 @@ export function begun(file: File): Attachment {
 
 export async function read(file: File, attached: Attachment, session: string | null): Promise<Partial<Attachment>> {
   if (attached.picture) {
-    const { tokens } = await upload<{ tokens: number }>("/v1/images/count", file, session);
-    return { picture: { file, url: await dataUrl(file) }, tokens, reading: false };
+    const url = await dataUrl(file);
+    const model = chosenModel(session)?.id ?? "";
+    const { tokens } = await post<{ tokens: number }>("/v1/images/count", { image_url: url, model });
+    return { picture: { file, url }, tokens, reading: false };
   }
   if (isPdf(file)) {
     const { text, pages } = await upload<{ text: string; pages: number }>("/v1/documents/text", file, session);
@@ -105,28 +107,25 @@ export function filesIn(content: string): { files: TextFile[]; text: string } {
 
 // Pictures.
 
-/** Messages as the server takes them: pictures among the parts of the text, wherever they are kept. */
-export function wired(messages: Message[], session: string): Promise<object[]> {
-  return Promise.all(
-    messages.map(async ({ images, ...message }) => {
-      if (!images?.length) return message;
-      // The server counts characters, not their halves.
-      const text = [...(message.content ?? "")];
-      const parts: object[] = [];
-      let at = 0;
-      const say = (end: number) => {
-        if (end > at) parts.push({ type: "text", text: text.slice(at, end).join("") });
-        at = end;
-      };
-      for (const [place, source] of images) {
-        say(place);
-        const url = source.startsWith("data:") ? source : await dataUrl(await pictureOf(session, source));
-        parts.push({ type: "image_url", image_url: { url } });
-      }
-      say(text.length);
-      return { ...message, content: parts };
-    }),
-  );
+/** Messages as the server takes them: pictures among the parts of the text, those that it has by their digests. */
+export function wired(messages: Message[]): object[] {
+  return messages.map(({ images, ...message }) => {
+    if (!images?.length) return message;
+    // The server counts characters, not their halves.
+    const text = [...(message.content ?? "")];
+    const parts: object[] = [];
+    let at = 0;
+    const say = (end: number) => {
+      if (end > at) parts.push({ type: "text", text: text.slice(at, end).join("") });
+      at = end;
+    };
+    for (const [place, source] of images) {
+      say(place);
+      parts.push({ type: "image_url", image_url: { url: source.startsWith("data:") ? source : `sha256:${source}` } });
+    }
+    say(text.length);
+    return { ...message, content: parts };
+  });
 }
 
 /** A picture of a message: one that is on its way, or one that the server keeps. */

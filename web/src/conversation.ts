@@ -340,7 +340,7 @@ export class Conversation extends Watched {
     const before = this.pending;
     if (!before?.stored || this.name === null) return;
     const pending = { ...before, reply: again ? null : before.reply, error: null };
-    await this.follow(path("sessions", this.name, "pending"), async () => ({ again }), pending, null);
+    await this.follow(path("sessions", this.name, "pending"), { again }, pending, null);
   }
 
   /** Have the server forget the turn that was interrupted. */
@@ -438,19 +438,19 @@ export class Conversation extends Watched {
     };
     const old = this.pending;
     if (old !== null && old.error !== null && !old.stored) this.unsent = [...this.unsent, old];
-    const request = async () => ({ ...body, messages: await wired(messages, name), ...asked(this.settings, goesOn) });
+    const request = { ...body, messages: wired(messages), ...asked(this.settings, goesOn) };
     return this.follow(path("sessions", name, how), request, pending, begun);
   }
 
   /** Show a reply as it comes. Whether the turn is now part of the conversation. */
-  private async follow(url: string, request: () => Promise<object>, pending: Pending, begun: Begun | null): Promise<boolean> {
+  private async follow(url: string, request: object, pending: Pending, begun: Begun | null): Promise<boolean> {
     const name = this.name!;
     const { turn } = pending;
     this.pending = pending;
     this.busyElsewhere = false;
     this.changed();
     try {
-      const reply = await streamReply(url + asModel(name), await request(), begun, (reply) => {
+      const reply = await streamReply(url + asModel(name), request, begun, (reply) => {
         // What is continued is shown until it comes again, with its first tokens.
         if (reply.text || reply.reasoning || pending.reply === null) pending.reply = reply;
         pending.accepted = true;

@@ -653,6 +653,8 @@ class Session(SessionView):
         if pending.record is None:
             self._keep_images(pending.said)
             self._host.pending.write(self._owner(pending), pending, self._host.backend.model.digest)
+            # A file that another session named alone may have gone with it: from here on it stays.
+            self._keep_images(pending.said)
         output = self._host.backend.submit(request)
         pending.submitted(request, output)
         return output

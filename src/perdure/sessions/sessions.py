@@ -227,6 +227,9 @@ class Sessions(Closing):
         meanwhile.
         """
         check_session_name(name)
+        for message in said:
+            for _, image in message.images:
+                self.chat_format.keep_image(image, namespace)
         if after is None:
             origin = {"session": None, "turn": 0, **origin}
             turns = [Turn(kind="start", messages=())]

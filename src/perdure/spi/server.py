@@ -79,7 +79,7 @@ from perdure.server.core.visit import Caller, Sign, Visit
 from perdure.server.http_server import check_address
 from perdure.server.pool import PooledModel, parse_duration
 from perdure.server.protocols.chat import ChatRequest, check_chat_options, extension, reply_request
-from perdure.server.protocols.image_input import image_of_base64, image_of_url, readable_messages
+from perdure.server.protocols.image_input import KEPT, image_of_base64, image_of_url
 from perdure.server.protocols.messages.answers import call_input
 from perdure.server.protocols.naming_fields import NamingFields, is_id
 from perdure.server.protocols.openai import (
@@ -112,6 +112,7 @@ __all__ = [
     "FILE_TYPE",
     "HEADERS",
     "JSON_LINES",
+    "KEPT",
     "LARGE",
     "MARKS",
     "NO_BODY",
@@ -208,7 +209,6 @@ __all__ = [
     "pulled",
     "rate_limited",
     "read_json",
-    "readable_messages",
     "receive_file",
     "refuse_fields",
     "reply_request",

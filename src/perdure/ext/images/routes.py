@@ -1,103 +1,102 @@
-"""`/v1/images/count`: what a picture costs before it is sent. `/v1/sessions/{name}/images/{digest}`: a picture
-of a conversation, for its owner."""
+"""Routes about images.
+
+    POST /v1/images/count    how many tokens an image will take, before it is sent with a message
+        {"image_url": "data:image/png;base64,…", "model": "llava"}  →  {"tokens": 66}
+
+    GET /v1/sessions/NAME/images/DIGEST    the file of an image in a session, as it was sent
+
+A turn names its images in `messages[].images`: pairs of the number of characters before it, and the DIGEST
+(the SHA-256 of the file, in hex) that the second route takes. An image that no session of yours names is 404,
+as is that of another key. `POST /v1/images/count` reads the header alone, and encodes and keeps nothing. The
+first one starts the encoder (a second). A model that reads no images is 400 with the reason, as is a file
+that is no image. `"sha256:DIGEST"` in the place of a data: URL is the image of a session of yours.
+"""
 
 from __future__ import annotations
 
-import asyncio
-from pathlib import Path
 from typing import Annotated
 
-from fastapi import APIRouter, Path as PathParameter, Request
+from fastapi import APIRouter, Path
 from starlette.responses import Response
 
-from perdure.ext.images.encoder import MOST_BYTES
-from perdure.ext.images.media_store import FileDigest
+from perdure import SessionNotFoundError
 from perdure.ext.images.reader import StoredImages
-from perdure.spi.base import read_file
 from perdure.spi.server import (
-    FILE_TYPE,
-    ApiError,
     AppState,
     AppStateDep,
     BodyRoute,
     CallerDep,
     Named,
+    RequestSchema,
     ResponseSchema,
-    ServedDep,
     errors,
-    receive_file,
+    image_of_url,
+    refuse_fields,
 )
 
 router = APIRouter(prefix="/v1", tags=["images"], route_class=BodyRoute)
 
-_KINDS = ((b"\x89PNG", "image/png"), (b"\xff\xd8\xff", "image/jpeg"), (b"GIF8", "image/gif"))
-Digest = Annotated[str, PathParameter(pattern=r"^[0-9a-f]{64}$")]
+_TYPES = ((b"\x89PNG", "image/png"), (b"\xff\xd8", "image/jpeg"), (b"GIF8", "image/gif"))
 
 
-class ImageCount(ResponseSchema):
+class ImageCountRequest(RequestSchema):
+    image_url: str
+    """The image, as a data: URL."""
+    model: str = ""
+
+
+class ImageCountAnswer(ResponseSchema):
     tokens: int
+    """That it takes in a prompt of this model."""
 
 
-@router.post(
-    "/images/count",
-    responses=errors(404, 413, 507),
-    openapi_extra={
-        "requestBody": {
-            "required": True,
-            "content": {FILE_TYPE: {"schema": {"type": "string", "format": "binary"}}},
-        }
-    },
-)
-async def count_image(request: Request, app_state: ServedDep) -> ImageCount:
-    """How many tokens a picture will be, by its header. Nothing of it is kept."""
-    folder = await app_state.call(app_state.runtime.sessions.temporary_folder)
-    try:
-        path = Path(folder.name) / "image"
-        await receive_file(request, path, app_state, most=MOST_BYTES)
+@router.post("/images/count", responses=errors(404, 503))
+async def count(body: ImageCountRequest, app_state: AppStateDep, caller: CallerDep) -> ImageCountAnswer:
+    """How many tokens an image will take, before it is sent with a message. Nothing of it is kept."""
+    refuse_fields(body, strict=app_state.server.strict, refused={}, notes=caller.notes)
+    served = await app_state.serving(body.model, caller.visit, caller.namespace)
 
-        def count() -> ImageCount:
-            return ImageCount(tokens=_reader(app_state).count(read_file(path, MOST_BYTES)))
+    def work() -> int:
+        image = image_of_url(body.image_url, "image_url")
+        return _reader(served).count(image, caller.namespace)
 
-        return await app_state.work(count)
-    finally:
-        await asyncio.shield(app_state.work(folder.cleanup))
+    return ImageCountAnswer(tokens=await served.work(work))
 
 
 @router.get(
     "/sessions/{name}/images/{digest}",
     response_class=Response,
-    responses={
-        200: {"content": {"image/*": {"schema": {"type": "string", "format": "binary"}}}},
-        **errors(404),
-    },
+    responses={200: {"content": {kind: {} for _, kind in _TYPES}}, **errors(404)},
 )
-async def session_image(name: Named, digest: Digest, app_state: AppStateDep, caller: CallerDep) -> Response:
-    """A picture as it was sent. Each namespace has its own, also of the same file."""
+async def file(
+    name: Named,
+    digest: Annotated[str, Path(pattern="^[0-9a-f]{64}$")],
+    app_state: AppStateDep,
+    caller: CallerDep,
+) -> Response:
+    """The file of an image in a session, as it was sent."""
 
-    def read() -> bytes:
+    def work() -> bytes:
         app_state.runtime.sessions.get(name, caller.namespace)
-        found = _reader(app_state).file(FileDigest(bytes.fromhex(digest)), caller.namespace)
-        if found is None or _kind(found) is None:
-            raise ApiError(404, "there is no such picture", code="image_not_found")
-        return found
+        data = _reader(app_state).file(digest, caller.namespace)
+        if data is None:
+            raise SessionNotFoundError(f"there is no file of an image {digest[:12]}… among your sessions")
+        return data
 
-    data = await app_state.call(read)
+    data = await app_state.work(work)
+    kind = next((kind for start, kind in _TYPES if data.startswith(start)), "")
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        kind = "image/webp"
     headers = {
-        "cache-control": "private, max-age=31536000, immutable",
-        "content-security-policy": "default-src 'none'; sandbox",
-        "x-content-type-options": "nosniff",
+        # Nothing in it is run, whatever it says that it is.
+        "X-Content-Type-Options": "nosniff",
+        "Content-Security-Policy": "default-src 'none'; sandbox",
+        "Cache-Control": "private, max-age=31536000, immutable",
     }
-    return Response(data, media_type=_kind(data), headers=headers)
+    return Response(data, media_type=kind or "application/octet-stream", headers=headers)
 
 
 def _reader(app_state: AppState) -> StoredImages:
-    reader = app_state.runtime.chat_format.open_images()
+    reader = app_state.runtime.chat_format.image_reader()
     assert isinstance(reader, StoredImages)
     return reader
-
-
-def _kind(data: bytes) -> str | None:
-    """What a picture is, by its first bytes; None where a browser should not show it."""
-    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
-        return "image/webp"
-    return next((kind for head, kind in _KINDS if data.startswith(head)), None)

@@ -160,7 +160,7 @@ class SaidMessage(ResponseSchema):
     reasoning_content: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     images: list[tuple[int, str]] | None = None
-    """The SHA-256 of each image, with the number of characters before it."""
+    """Those in the content, each with the number of characters before it and its SHA-256, in hex."""
 
     @classmethod
     def of(cls, message: Message) -> SaidMessage:
