@@ -155,6 +155,12 @@ def part(name: str, extension: str) -> Any:
     return imported(reference)
 
 
+def optional_part(name: str) -> Any | None:
+    """The same, or None where no extension brings it."""
+    reference = by_name("parts").get(name)
+    return None if reference is None else imported(reference)
+
+
 def by_name(kind: str) -> Mapping[str, str]:
     """Where what stands behind a name is imported from: the scheme of a URL for "stores" and "tiers", an
     option for "cores", a call of the kernel for "parts", a name for "families"."""

@@ -526,6 +526,7 @@ class Session(SessionView):
                 kind=kind or self.kind,
                 settings=portable_settings(self.settings),
                 key=self._host.store.key,
+                find_file=functools.partial(self._host.file, self.namespace),
                 progress=progress,
             )
             return written

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cli.pty_user import piped
 from engine.shims import empty_library, needs_compiler, shim
 from homes import new_home
 from perdure.engine.llama.native import library
@@ -27,15 +27,8 @@ def run(tmp_path: Path) -> Run:
 
     def start(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("PERDURE_")}
-        return subprocess.run(
-            [sys.executable, "-m", "perdure.cli", *arguments],
-            env={**kept, "PERDURE_HOME": str(tmp_path / "home"), "npm_config_registry": "http://127.0.0.1:9"}
-            | environment,
-            capture_output=True,
-            text=True,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
+        home = {"PERDURE_HOME": str(tmp_path / "home"), "npm_config_registry": "http://127.0.0.1:9"}
+        return piped({**kept, **home, **environment}, None, *arguments)
 
     return start
 
