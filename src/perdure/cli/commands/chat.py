@@ -124,11 +124,13 @@ def converse(
 
 
 def _answer_lines(talk: Conversation, editor: LineEditor) -> None:
-    from perdure.cli.slash_commands import run_slash_command
+    from perdure.cli.slash_commands import is_pasted_image, run_slash_command
 
     for message in editor.messages(lambda: talk.prompt):
         try:
-            if message.startswith("//"):
+            if is_pasted_image(message):
+                run_slash_command(talk, f"/image {message.strip()}")
+            elif message.startswith("//"):
                 talk.say(message[1:])
             elif not message.startswith("/"):
                 talk.say(message)
