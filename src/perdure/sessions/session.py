@@ -88,6 +88,7 @@ class Host(StoreHost, Protocol):
     ) -> Session: ...
     @property
     def pending(self) -> PendingTurns: ...
+    def file(self, namespace: str, digest: str) -> bytes | None: ...
     def remove(self, session: Session) -> None: ...
     def write_behind(
         self, tokens: Sequence[int], namespace: str, saved: int, *, adapters: Mapping[str, float] | None
@@ -173,15 +174,18 @@ class Session(SessionView):
         preamble: Sequence[Message] = (),
         turn: int | None = None,
         call_ids: str = "",
+        idle: bool = False,
         **settings: Unpack[TurnKeywords],
     ) -> TurnStream:
         """Queue a reply to what is said, as if it were the next turn, or the one after turn number `turn`.
-        The session stays as it is. `call_ids` is as in `TurnExtra`."""
+        The session stays as it is. `call_ids` is as in `TurnExtra`; one that is `idle` is written while there
+        is no other request."""
         self._check_there()
         merged = {**self.settings, **settings}
+        submit = self._host.backend.submit
         return Stream(
             self._unkept(said_messages(said), preamble, self.standing(turn), call_ids, merged),
-            self._host.backend.submit,
+            (lambda request: submit(replace(request, idle=True))) if idle else submit,
         )
 
     def _unkept(
@@ -526,6 +530,7 @@ class Session(SessionView):
                 kind=kind or self.kind,
                 settings=portable_settings(self.settings),
                 key=self._host.store.key,
+                find_file=functools.partial(self._host.file, self.namespace),
                 progress=progress,
             )
             return written

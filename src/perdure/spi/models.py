@@ -20,6 +20,7 @@ from perdure.models.placement import (
 from perdure.models.registry import DEFAULT, HubSource, UrlSource
 from perdure.models.safetensors import FLOATS, SafetensorsHeader, read_safetensors, safetensors_header
 from perdure.models.ways_to_open import FitConstraints, placements
+from perdure.worker import deadly_files
 
 __all__ = [
     "ASSISTANTS",
@@ -45,6 +46,7 @@ __all__ = [
     "TypeShare",
     "UrlSource",
     "chosen",
+    "deadly_files",
     "hub_cache",
     "judge",
     "locate",
