@@ -21,6 +21,7 @@ from perdure.models.placement import (
 )
 from perdure.models.registry import DEFAULT, HubSource, UrlSource, resolve
 from perdure.models.safetensors import FLOATS, SafetensorsHeader, read_safetensors, safetensors_header
+from perdure.worker import deadly_files
 
 __all__ = [
     "ASSISTANTS",
@@ -46,6 +47,7 @@ __all__ = [
     "TypeShare",
     "UrlSource",
     "chosen",
+    "deadly_files",
     "hub_cache",
     "judge",
     "locate",

@@ -174,7 +174,7 @@ def test_one_namespace_cannot_name_the_image_of_another(model: Path, tmp_path: P
                 rt.chat([kept], namespace=other, **ASK)
 
 
-def test_what_cannot_be_seen_is_refused_in_words(model: Path, toy: Toy, tmp_path: Path) -> None:
+def test_what_cannot_be_seen_is_refused_in_words(model: Path, tmp_path: Path) -> None:
     image = Image(picture())
     with opened(model, None) as rt, pytest.raises(InvalidInputError, match="store"):
         rt.chat([seen(image)], **ASK)
@@ -191,8 +191,6 @@ def test_what_cannot_be_seen_is_refused_in_words(model: Path, toy: Toy, tmp_path
         assert session.say("go on", **ASK).tokens
         with pytest.raises(InvalidInputError, match="only a user"):
             rt.chat([{"role": "system", "content": [image]}], **ASK)
-    with opened(toy("qwen2vl")[0], tmp_path / "rope") as rt, pytest.raises(InvalidInputError, match="M-RoPE"):
-        rt.chat([seen(image)], **ASK)
     with pytest.raises(InvalidInputError, match="cannot be read"):
         Image(tmp_path / "none.png")
 
