@@ -62,6 +62,8 @@ class Extension:
     """Values of the server's `Protocol`."""
     routes: tuple[str, ...] = ()
     """Values of FastAPI's `APIRouter`."""
+    uploads: tuple[str, ...] = ()
+    """Paths of its routes whose body is a file, which `receive_file` reads."""
     page_routes: tuple[str, ...] = ()
     """The same, for documents of the page: not there under `serve --no-page`."""
     prompt_rules: tuple[str, ...] = ()
