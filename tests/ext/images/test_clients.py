@@ -17,7 +17,8 @@ import ollama
 import openai
 import pytest
 
-from server.test_command import PATIENCE, Running, serving
+from server.live_server import PATIENCE
+from server.test_command import Running, serving
 
 from .pictures import picture
 

@@ -44,9 +44,15 @@ def drawn(rng: random.Random, whole: list[bytes]) -> bytes:
     header says anything."""
     way = rng.randrange(7)
     if way == 0:
-        sides = [rng.choice((0, 1, 2, 9, 65535, 1 << 20, 1 << 31, rng.randrange(1 << 32))) for _ in range(2)]
+        sides = [0, 1, 2, 9, 65535, 1 << 20, 1 << 31, rng.randrange(1 << 32)]
         filler = bytes(rng.randrange(2000))
-        return png(*sides, rng.choice((0, 1, 2, 4, 8, 16, 77)), rng.randrange(8), filler)
+        return png(
+            rng.choice(sides),
+            rng.choice(sides),
+            rng.choice((0, 1, 2, 4, 8, 16, 77)),
+            rng.randrange(8),
+            filler,
+        )
     data = bytearray(rng.choice(whole))
     if way == 1:
         return bytes(data[: rng.randrange(len(data))])
