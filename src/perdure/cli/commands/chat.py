@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from perdure.atomic import TEXT_BYTES, read_lines
 from perdure.cli.options import shared
 from perdure.cli.options.groups import (
     ChatEngine,
@@ -143,7 +144,7 @@ def _answer_lines(talk: Conversation, editor: LineEditor) -> None:
 def _piped() -> Iterator[str]:
     if sys.stdin is None or sys.stdin.closed:
         return
-    for line in sys.stdin.buffer:
+    for line in read_lines(sys.stdin.buffer, TEXT_BYTES, "the input"):
         text = line.decode("utf-8", "replace").strip()
         if text:
             yield text
