@@ -395,7 +395,7 @@ PEERS = {
 with their fields."""
 
 
-_LACKING = {"mmproj": "images are not supported (docs/not_supported.md)"}
+_LACKING = {"mmproj": "a projector is found beside its model (docs/images.md)"}
 """Options of others for what is not there."""
 
 F = TypeVar("F", bound=Callable[..., object])
