@@ -81,7 +81,13 @@ class ContextWindow:
     def shifted(self, request: Request, reader: ReplyReader) -> Request:
         """The request that goes on from the reply to `request` so far, without the oldest tokens."""
         whole = [*request.prompt, *reader.tokens]
-        remaining = [*whole[: self.head], *whole[max(self.head, len(whole) - self.room) :]]
+        from perdure.engine.media import is_inside
+
+        start = max(self.head, len(whole) - self.room)
+        while is_inside(whole[start]):
+            # An image goes as a whole.
+            start += 1
+        remaining = [*whole[: self.head], *whole[start:]]
         reader.shifted += len(whole) - len(remaining)
         again = replace(
             request,

@@ -183,6 +183,11 @@ class Executor:
                 sequence = chunk.sequence
                 # The last token that may be written is drawn, never guessed.
                 most = min(room, sequence.room - 1, self._context.n_ctx - len(sequence.tokens))
+                if sequence.media:
+                    # What came behind the same words before may be an image, which no reply writes.
+                    most = next(
+                        (at for at, token in enumerate(chunk.draft[: max(0, most)]) if token < 0), most
+                    )
                 chunk.draft = chunk.draft[: max(0, most)] if chunk.takes_guesses else ()
                 room -= len(chunk.draft)
 

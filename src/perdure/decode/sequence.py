@@ -563,7 +563,7 @@ def make_group(
     if context.media is not None and ids.min() < 0:
         media = _media_in(ids, request)
         ends = [end for _, end in media] if context.memory.needs_checkpoint else []
-        request = replace(request, speculate=0, checkpoint_at=(*request.checkpoint_at, *ends))
+        request = replace(request, checkpoint_at=(*request.checkpoint_at, *ends))
     # The last token that is written is never fed, so it needs no room.
     room = context.n_ctx - len(ids) + 1
     new = request.max_tokens or 1
