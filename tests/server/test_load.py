@@ -90,7 +90,7 @@ class Load:
         with httpx.Client(base_url=self._url, timeout=PATIENCE, trust_env=False) as client:
             while self.goes_on and client.get("/ready").status_code != 200:
                 time.sleep(0.1)
-        time.sleep(min(15.0, SECONDS / 4))
+        time.sleep(min(15.0, SECONDS / 2))
         for child in self._server.children():
             if "perdure.worker.child" in child.cmdline():
                 child.kill()
