@@ -24,7 +24,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, Self, TypeVar, Unpack
 
 from perdure.chat.chat_format import ChatFormat
 from perdure.chat.message import Message
@@ -134,6 +134,8 @@ class Session(SessionView):
         self._pending: PendingTurn | None = None
         self.saved: int | None = None
         """Tokens whose state was written. None before the first turn: that turn then shows it."""
+        self._schema: Mapping[str, Any] = {}
+        """The setting `schema` where it was given as a class: no store has that."""
         self._computed_with: tuple[Mapping[str, float] | None] | None = None
         """The adapters of the last turn of this process."""
         self.last: ChatReply | None = None
@@ -142,6 +144,12 @@ class Session(SessionView):
     def rebase(self, history: History, saved: int | None) -> None:
         """Begin with turns that are at hand already, of which so many tokens have their state written."""
         self._history, self.saved = history, saved
+
+    def reading_as(self, settings: Mapping[str, Any]) -> Self:
+        """Have replies read as the class that was given as a schema of the session, by this process."""
+        if (schema := settings.get("schema")) is not None and schema != self.settings.get("schema"):
+            self._schema = {"schema": schema}
+        return self
 
     # Talking.
 
@@ -161,7 +169,7 @@ class Session(SessionView):
         same is said again, which takes its place, as with `pending="discard"`."""
         messages = said_messages(said)
         with self._beginning(settings, keep_partial, extra) as turn:
-            if pending == "keep":
+            if pending == "keep" and turn.replaced is not None:
                 self._settle(turn, messages)
             return self._stream(turn, turn.base, messages)
 
@@ -177,7 +185,7 @@ class Session(SessionView):
         """Queue a reply to what is said, as if it were the next turn, or the one after turn number `turn`.
         The session stays as it is. `call_ids` is as in `TurnExtra`."""
         self._check_there()
-        merged = {**self.settings, **settings}
+        merged = {**self.settings, **self._schema, **settings}
         return Stream(
             self._unkept(said_messages(said), preamble, self.standing(turn), call_ids, merged),
             self._host.backend.submit,
@@ -535,8 +543,9 @@ class Session(SessionView):
         """Have messages said that nobody answers yet. They are read ahead while the engine is idle."""
         messages = said_messages(said)
         self._keep_images(messages)
-        with self._changing():
-            self._settle(None)
+        with self._changing() as may_have_pending:
+            if may_have_pending:
+                self._settle(None)
             base = self._history
             whole = base.transcript
             turn = Turn(
@@ -790,7 +799,7 @@ class Session(SessionView):
         self, settings: Mapping[str, Any], keep_partial: bool = False, extra: TurnExtra | None = None
     ) -> Iterator[PendingTurn]:
         """Have the session for a turn; nobody else gets it before the turn's end. An error here ends it."""
-        merged = {**self.settings, **settings}
+        merged = {**self.settings, **self._schema, **settings}
         if merged.get("n", 1) != 1:
             raise InvalidInputError("a turn has one reply; leave n at 1, or fork the session")
         deadline = take_deadline(merged)
@@ -807,7 +816,7 @@ class Session(SessionView):
                 # Before any work: a turn that cannot be kept is not made.
                 if extra.follower is not None:
                     extra.follower._wait_for(pending)
-            if (record := self._host.store.pending(self._owner(pending))) is not None:
+            if pending.may_replace and (record := self._host.store.pending(self._owner(pending))) is not None:
                 pending.replaced = record.origin
             yield pending
         except BaseException:
@@ -818,10 +827,10 @@ class Session(SessionView):
 
     def _begin(self) -> PendingTurn:
         with self._lock:
-            self._take()
+            may_replace = self._take()
             info, store, history = self._info, self._host.store, self._history
             self._pending = pending = PendingTurn(
-                base=history, head=history.head, unlock=lambda: store.release(info)
+                base=history, head=history.head, unlock=lambda: store.release(info), may_replace=may_replace
             )
             return pending
 
@@ -829,7 +838,7 @@ class Session(SessionView):
         """Have nobody else change the session while a turn that it is to follow is in the making. Refused
         where the session does not stand where that turn began: the turn could not become part of it."""
         with self._lock:
-            self._take()
+            pending.may_replace = self._take()
             if self._history.head != pending.head:
                 self._host.store.release(self._info)
                 raise SessionError(
@@ -858,17 +867,19 @@ class Session(SessionView):
                 self._pending = None
 
     @contextmanager
-    def _changing(self) -> Iterator[None]:
-        """Held while a session is moved about: nobody else does, and no turn is on its way."""
+    def _changing(self) -> Iterator[bool]:
+        """Held while a session is moved about: nobody else does, and no turn is on its way. Gives whether one
+        may be pending."""
         with self._lock:
-            self._take()
+            may_have_pending = self._take()
             try:
-                yield
+                yield may_have_pending
             finally:
                 self._host.store.release(self._info)
 
-    def _take(self) -> None:
-        """Have the session as it is now, before all other threads and processes."""
+    def _take(self) -> bool:
+        """Have the session as it is now, before all other threads and processes; whether it may have a
+        pending turn."""
         self._check_there()
         self._check_free()
         before = self._pending
@@ -879,7 +890,7 @@ class Session(SessionView):
                 f"session {self.name!r} is answering another turn in another program: wait for it, or fork it"
             )
         try:
-            self._refresh()
+            may_have_pending = self._refresh()
         except BaseException:
             self._host.store.release(self._info)
             raise
@@ -891,6 +902,7 @@ class Session(SessionView):
                 # Its caller has gone on without it.
                 self._host.pending.forget(before)
             self._pending = None
+        return may_have_pending
 
     def _check_free(self) -> None:
         if self._pending is not None and self._pending.is_running:
