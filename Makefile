@@ -22,21 +22,20 @@ UNCHECKED := $(foreach name,crash runtime_store state_machine import import_fuzz
   --ignore-glob='*/test_$(name).py')
 ZOO := llama or qwen3 or deepseek2 or gemma3 or mamba or jamba
 
-.PHONY: chat test test-all test-rest kernel changed test-next check soak bench mlx models lint setup engine page browser servers ray dist docs api clean
+.PHONY: chat test test-all test-rest kernel changed test-next check soak bench mlx models lint style types setup engine page browser servers ray dist docs api clean
 
 chat: $(CHAT)
 	@$(BIN)/perdure chat
 
-# The tests that a change is judged by at once: one model a kind of memory, some of the services and pages.
-test:
-	@$(MAKE) --no-print-directory -j 2 lint browser
-	@$(MAKE) --no-print-directory servers
+# The tests that a change is judged by at once: what runs in the process of the tests, with one model a kind of
+# memory and a fifth of long tables, and some of the workers, commands, services and pages.
+test: style browser servers
 	PERDURE_TESTS=quick $(BIN)/python -m pytest -m "not soak and not full" -n $(WORKERS) --dist worksteal
 
-# All of them: then every other model, service and page.
+# All of them, each once: then mypy, and every other case, model, process, service and page.
 test-all: test test-rest
 
-test-rest: $(TEST) browser servers
+test-rest: types browser servers
 	$(BIN)/python -m pytest -m "full and not soak" -n $(WORKERS) --dist worksteal
 
 # The kernel alone, without any extension: what a conversation that lasts needs.
@@ -84,9 +83,13 @@ bench: $(BENCH)
 	$(BIN)/perdure engine install
 	$(BIN)/python -m bench
 
-lint: $(TEST)
+lint: style types
+
+style: $(TEST)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(TEST)
 	$(BIN)/mypy -n $(WORKERS)
 
 setup: $(TEST)

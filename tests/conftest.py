@@ -55,12 +55,11 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what a test starts, and skip what needs an extension that is not there."""
+    """Mark what a test starts and when it runs, and skip what needs an extension that is not there."""
+    for item in kinds.later(items):
+        item.add_marker("full")
     for item in items:
-        kind = kinds.kind_of(item)
-        item.add_marker(kind)
-        if kind in kinds.LATER and not kinds.is_smoke(item):
-            item.add_marker("full")
+        item.add_marker(kinds.kind_of(item))
         names = {name for mark in item.iter_markers("extension") for name in mark.args}
         if missing := sorted(names - extensions().keys()):
             item.add_marker(pytest.mark.skip(reason=f"needs the extension {', '.join(missing)}"))

@@ -8,13 +8,14 @@
     browser   Chromium
 
 The kind is that of the dearest thing that the test's file, the helpers that it imports or its fixtures name.
+It and the number of a test's cases say whether `make test` runs it, or `make test-rest` (the marker `full`).
 """
 
 from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ _BY_MODULE = {
     "ray": "service",
     "subprocess": "process",
     "multiprocessing": "process",
+    "cli.forked": "process",
     "cli.pty_user": "process",
     "server.live_server": "live",
     "uvicorn": "live",
@@ -46,14 +48,47 @@ _BY_FIXTURE = {
 }
 
 
-LATER = ("service", "browser")
-"""Kinds that run in `make test-all`, but for some of them."""
-SMOKE = ("ext/cluster/test_store_contract.py", "page/test_talk.py")
+LATER = ("process", "service", "browser")
+"""Kinds that run in `make test-rest`, but for some of them."""
+SMOKE = (
+    "cache/",
+    "chat/",
+    "cli/test_config.py",
+    "ext/cluster/test_store_contract.py",
+    "libraries/",
+    "page/test_talk.py",
+    "sessions/",
+    "test_kinds.py",
+    "test_loading.py",
+    "test_option_names.py",
+    "test_options.py",
+    "test_public_names.py",
+    "test_system.py",
+    "test_typing.py",
+    "worker/",
+)
+"""Files and folders that run in `make test` although their kind does not."""
+MANY, EVERY = 12, 5
+"""Of a test with more than so many cases `make test` runs each fifth, and `make test-rest` the others. Five
+divides no number of models or kinds of memory, so that none of them is left out of such a test as a whole."""
 
 
 def is_smoke(item: pytest.Item) -> bool:
     """Whether it runs in `make test` although its kind does not."""
-    return item.path.relative_to(TESTS).as_posix() in SMOKE
+    return item.path.relative_to(TESTS).as_posix().startswith(SMOKE)
+
+
+def later(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
+    """What runs in `make test-rest` by its kind, or as one of many cases of a test."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if kind_of(item) in LATER and not is_smoke(item):
+            yield item
+        elif not any(item.iter_markers("full")) and not any(item.iter_markers("soak")):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for each in cases.values():
+        if len(each) > MANY:
+            yield from (item for index, item in enumerate(each) if index % EVERY)
 
 
 def kind_of(item: pytest.Item) -> str:

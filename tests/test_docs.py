@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 from tools import source_tree
 
+from cli.pty_user import piped
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
@@ -64,10 +66,15 @@ def commands() -> list[str]:
 
 @cache
 def help_of(*command: str) -> str:
+    environment = {**os.environ, "COLUMNS": "200"}
+    if command[:2] == ("-m", "perdure.cli"):
+        told = piped(environment, None, *command[2:], "--help", cwd=ROOT)
+        assert told.returncode == 0, told.stderr
+        return told.stdout
     done = subprocess.run(
         [sys.executable, *command, "--help"],
         cwd=ROOT,
-        env={**os.environ, "COLUMNS": "200"},
+        env=environment,
         capture_output=True,
         text=True,
         check=True,

@@ -31,3 +31,20 @@ def test_a_file_starts_what_it_imports(file: str, kind: str | None) -> None:
 def test_every_test_has_one_kind(request: pytest.FixtureRequest) -> None:
     for item in request.session.items:
         assert len({mark.name for mark in item.iter_markers()} & set(kinds.KINDS)) == 1, item.nodeid
+
+
+def test_each_fifth_case_of_many_runs_at_once_and_none_is_left_out(request: pytest.FixtureRequest) -> None:
+    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    many = [item for item in items if "test_one_of_many" in item.name]
+    if len(many) < len(CASES):
+        pytest.skip("only when all of this file is collected")
+    now = [item.callspec.params["case"] for item in many if not item.get_closest_marker("full")]
+    assert now == [case for case in CASES if case % kinds.EVERY == 0]
+
+
+CASES = range(kinds.MANY + 3)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_of_many(case: int) -> None:
+    assert case in CASES

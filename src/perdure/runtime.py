@@ -116,6 +116,7 @@ class Runtime(Closing):
         with self._chat_format_lock:
             if self._chat_format is None:
                 self._chat_format = ChatFormat.of(self.backend, self._template)
+                self._chat_format.files = self.sessions.store
             return self._chat_format
 
     @property

@@ -13,10 +13,11 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from cli import forked
 from homes import new_home
 
 COMMAND = [sys.executable, "-m", "perdure.cli"]
@@ -43,15 +44,10 @@ def terminal_environment(model: Path, home: Path, *, term: str) -> dict[str, str
 
 
 def piped(
-    environment: dict[str, str], text: str | bytes, *arguments: str
+    environment: Mapping[str, str], text: str | bytes | None, *arguments: str, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [*COMMAND, *arguments],
-        env=environment,
-        input=text if isinstance(text, bytes) else text.encode(),
-        capture_output=True,
-        check=False,
-    )
+    """The command to its end, with a text from a pipe; None is no input."""
+    done = forked.run(arguments, environment, text.encode() if isinstance(text, str) else text, cwd)
     return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
 
 

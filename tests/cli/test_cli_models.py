@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import gguf_bytes as g
+from cli.pty_user import piped
 from perdure.sessions.sessions import Sessions
 from serving import put_repo, site
 
@@ -24,15 +25,8 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     def start(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "perdure.cli", *arguments],
-            env={**os.environ, "PERDURE_HOME": str(tmp_path), "NO_PROXY": "127.0.0.1", "COLUMNS": "200"}
-            | environment,
-            capture_output=True,
-            text=True,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
+        home = {"PERDURE_HOME": str(tmp_path), "NO_PROXY": "127.0.0.1", "COLUMNS": "200"}
+        return piped({**os.environ, **home, **environment}, None, *arguments)
 
     return start
 

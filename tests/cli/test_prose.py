@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.pty_user import COMMAND
+from cli.pty_user import piped
 from homes import new_home
 from perdure.cli.slash_commands import COMMANDS
 
@@ -40,13 +40,8 @@ def commands() -> list[str]:
 
 @cache
 def help_of(*command: str) -> str:
-    done = subprocess.run(
-        [*COMMAND, *command, "--help"],
-        env={**os.environ, "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = piped({**os.environ, "COLUMNS": "200"}, None, *command, "--help")
+    assert done.returncode == 0, done.stderr
     return done.stdout
 
 

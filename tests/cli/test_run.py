@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from cli.pty_user import terminal
+from cli.pty_user import piped, terminal
 from homes import new_home
 from ollama_files import put_ollama
 from perdure.models.registry import DEFAULT, MODELS
@@ -37,10 +37,7 @@ def environment(zoo_path: Callable[[str], Path], tmp_path: Path) -> dict[str, st
 @pytest.fixture
 def run(environment: dict[str, str]) -> Run:
     def start(*arguments: str, pipe: str | None = None) -> subprocess.CompletedProcess[str]:
-        given: dict[str, Any] = {"stdin": subprocess.DEVNULL} if pipe is None else {"input": pipe}
-        return subprocess.run(
-            [*COMMAND, *arguments], env=environment, capture_output=True, text=True, check=False, **given
-        )
+        return piped(environment, pipe, "run", *arguments)
 
     return start
 
@@ -98,13 +95,13 @@ def test_the_text_goes_to_standard_output_and_nothing_else_does(run: Run) -> Non
 
 def test_a_prompt_can_come_from_a_pipe_in_three_ways(run: Run) -> None:
     argued = reply(run("the man\n\nwas reading", *GREEDY, "--json"))
-    for piped in (
+    for given in (
         run(*GREEDY, "--json", pipe="the man\n\nwas reading\n"),
         run("-", *GREEDY, "--json", pipe="the man\n\nwas reading\n"),
         run("the man", *GREEDY, "--json", pipe="was reading\n"),
     ):
-        assert reply(piped)["tokens"] == argued["tokens"]
-        assert reply(piped)["usage"] == argued["usage"]
+        assert reply(given)["tokens"] == argued["tokens"]
+        assert reply(given)["usage"] == argued["usage"]
 
 
 def test_json_has_text_tokens_reasons_counts_and_speeds(run: Run) -> None:

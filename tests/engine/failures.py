@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from perdure.engine.contract import Core, GuessingCore, Outcome
 from perdure.engine.llama.core import LlamaCore
 from perdure.engine.llama.native import library
 from perdure.engine.llama.native.declarations import AbortCallback
+from perdure.engine.media import MediaCore
 from perdure.testing.toy import ToyCore
 
 
@@ -37,16 +38,22 @@ def failing_decode(
         yield
         core.faults.forget()
         return
-    decode, calls = core.decode, iter(range(1, 1 << 30))
+    calls = iter(range(1, 1 << 30))
     fuse = _fuse(core, after) if isinstance(core, LlamaCore) else _failing_layers(after)
 
-    def fused(batch: Any) -> Outcome:
-        if next(calls) != step:
-            return decode(batch)
-        with fuse:
-            return decode(batch)
+    def fused(usual: Callable[..., Outcome]) -> Callable[..., Outcome]:
+        def call(*given: Any, **named: Any) -> Outcome:
+            if next(calls) != step:
+                return usual(*given, **named)
+            with fuse:
+                return usual(*given, **named)
 
-    with _replaced(core, "decode", fused):
+        return call
+
+    with ExitStack() as replaced:
+        replaced.enter_context(_replaced(core, "decode", fused(core.decode)))
+        if isinstance(core, MediaCore):
+            replaced.enter_context(_replaced(core, "decode_rows", fused(core.decode_rows)))
         yield
 
 

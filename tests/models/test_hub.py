@@ -203,6 +203,30 @@ def test_what_was_fetched_is_listed_once_and_removed_whole(
     assert not (tmp_path / "models" / "hub").exists()
 
 
+def test_a_projector_comes_with_its_model_and_goes_with_the_last_one(
+    here: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PERDURE_HOME", str(tmp_path))
+    put_repo(
+        here,
+        "me/seeing",
+        {
+            "seeing-Q4_K_M.gguf": MODEL,
+            "seeing-Q8_0.gguf": OTHER,
+            "mmproj-seeing-bf16.gguf": g.tiny([g.text("general.license", "bf16")]),
+            "mmproj-seeing-f16.gguf": g.tiny([g.text("general.license", "f16")]),
+        },
+    )
+    path = fetch(here, "me/seeing:Q8_0", tmp_path / "models")
+    assert path.name == "seeing-Q8_0.gguf"
+    assert {each.name for each in path.parent.glob("*.gguf")} == {path.name, "mmproj-seeing-f16.gguf"}
+    fetch(here, "me/seeing:seeing-Q4_K_M.gguf", tmp_path / "models")
+    shown = [entry.name for entry in entries() if entry.source == "hub"]
+    assert shown == ["hf:me/seeing/seeing-Q4_K_M.gguf", "hf:me/seeing/seeing-Q8_0.gguf"]
+    assert [each.name for each in remove(shown[0])] == ["seeing-Q4_K_M.gguf"]
+    assert {each.name for each in remove(shown[1])} == {path.name, "mmproj-seeing-f16.gguf"}
+
+
 def test_what_the_hubs_own_library_fetched_is_not_fetched_again(
     here: Site, tmp_path: Path, hub_cache: Path
 ) -> None:

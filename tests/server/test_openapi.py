@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 from collections.abc import Iterator
@@ -12,8 +13,10 @@ import schemathesis
 from fastapi import APIRouter
 from fastapi.dependencies.models import Dependant
 from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
+from schemathesis.generation.hypothesis.builder import HypothesisTestConfig, HypothesisTestMode, create_test
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     negative_data_rejection,
@@ -83,15 +86,44 @@ def tries(count: int) -> settings:
     )
 
 
-@schema.parametrize()
-@tries(3)
-def test_every_answer_is_as_documented(case: Any, fuzzed: LiveServer) -> None:
-    ask(case, fuzzed)
-
-
 OPERATIONS = [
     (path, method.upper()) for path, methods in schema.raw_schema["paths"].items() for method in methods
 ]
+
+
+def draw(path: str, method: str, mode: GenerationMode, server: LiveServer, count: int) -> None:
+    """Ask with requests that are drawn. Strategies are made here: schemathesis makes its own, and all cases
+    that cover a schema, while tests are collected, whatever is run."""
+
+    @tries(count)
+    @given(schema[path][method].as_strategy(generation_mode=mode))
+    def check(case: Any) -> None:
+        ask(case, server)
+
+    # What takes nothing cannot be asked wrongly.
+    with contextlib.suppress(Unsatisfiable) if mode is GenerationMode.NEGATIVE else contextlib.nullcontext():
+        check()
+
+
+@pytest.mark.parametrize(("path", "method"), OPERATIONS)
+def test_every_answer_is_as_documented(path: str, method: str, fuzzed: LiveServer) -> None:
+    for mode in GenerationMode:
+        draw(path, method, mode, fuzzed, 2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("path", "method"), OPERATIONS)
+def test_every_answer_is_as_documented_for_what_covers_its_schema(
+    path: str, method: str, fuzzed: LiveServer
+) -> None:
+    """Bounds, kinds, missing and unknown fields: some 140 requests an operation."""
+    covering = HypothesisTestConfig(modes=[HypothesisTestMode.COVERAGE], project=schema.config)
+
+    @tries(1)
+    def check(case: Any) -> None:
+        ask(case, fuzzed)
+
+    create_test(operation=schema[path][method], test_func=check, config=covering)()
 
 
 @pytest.mark.soak
@@ -100,14 +132,7 @@ OPERATIONS = [
 def test_every_answer_is_as_documented_however_often_one_asks(
     path: str, method: str, mode: GenerationMode, fuzzed: LiveServer
 ) -> None:
-    """Strategies are made here: schemathesis makes its own while tests are collected, whoever runs them."""
-
-    @tries(100)
-    @given(schema[path][method].as_strategy(generation_mode=mode))
-    def check(case: Any) -> None:
-        ask(case, fuzzed)
-
-    check()
+    draw(path, method, mode, fuzzed, 100)
 
 
 def ask(case: Any, server: LiveServer) -> None:
@@ -127,6 +152,9 @@ def ask(case: Any, server: LiveServer) -> None:
         if isinstance(own, dict) and isinstance(own.get("timeout"), (int, float)) and 0 < own["timeout"] < 60:
             # Too short a time is a 504, which is right and no failure of the server.
             own["timeout"] = 60.0
+    if len(str(case.query)) > 8192:
+        # The line of a request has a limit, which is HTTP's.
+        return
     case.validate_response(case.call(base_url=server.url), checks=CHECKS)
 
 

@@ -60,6 +60,7 @@ ROWS: dict[tuple[str, str], list[Call]] = {
     ("POST", "/v1/completions"): [Call({"prompt": "Hello", "max_tokens": 4})],
     ("POST", "/v1/messages"): [Call({"messages": SAID, "max_tokens": 4})],
     ("POST", "/v1/messages/count_tokens"): [Call({"messages": SAID})],
+    ("POST", "/v1/images/count"): [Call({"image_url": "data:,"}, 400)],
     ("POST", "/v1/responses"): [
         Call({"input": "Hello", "max_output_tokens": 4}),
         Call({"input": "Hello", "max_output_tokens": 4, "background": True}),
@@ -111,6 +112,10 @@ ROWS: dict[tuple[str, str], list[Call]] = {
             binary=True,
         )
     ],
+    ("POST", "/v1/chats/import"): [Call(b"[]", status=201, binary=True)],
+    ("POST", "/v1/documents/text"): [Call(b"none", status=400, binary=True)],
+    # One that is asked for is written once no reply is: both are, here.
+    ("POST", "/v1/sessions/{session}/title"): [Call({"instead_of": "another"})],
     ("PATCH", "/v1/sessions/{session}"): [Call({"title": "Renamed", "folder": "work", "pinned": True})],
     ("DELETE", "/v1/sessions/{session}"): [Call()],
     ("POST", "/v1/sessions/{session}/turns"): [Call({"message": "more", "max_tokens": 4})],

@@ -57,6 +57,7 @@ class Data:
     records: dict[int, Record] = field(default_factory=dict)
     """Those that stand at no turn."""
     memories: dict[int, tuple[SessionMemory, int]] = field(default_factory=dict)
+    files: dict[tuple[str, str], bytes] = field(default_factory=dict)
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     tokens: dict[int, int] = field(default_factory=dict)
     """Fencing tokens: how often each session was taken."""
@@ -333,6 +334,12 @@ class MemoryStore:
             )
 
     # Memories.
+
+    def keep_file(self, namespace: str, digest: str, data: bytes) -> None:
+        self._data.files[namespace, digest] = data
+
+    def file(self, namespace: str, digest: str) -> bytes | None:
+        return self._data.files.get((namespace, digest))
 
     def label(
         self, session: SessionInfo, at: TurnReference, label: str, kind: str, note: str

@@ -22,6 +22,7 @@ from perdure.chat.past_conversations import PastConversation
 from perdure.chat.prompt_builder import (
     Exchange,
     ExchangePlan,
+    ImageFiles,
     ImageReader,
     Prompt,
     PromptBuilder,
@@ -90,9 +91,11 @@ class ChatFormat:
         self._prefetcher_lock = threading.Lock()
         self.listeners: list[ReplyListener] = []
         """Called behind each reply that its conversation may continue from."""
+        self.files: ImageFiles | None = None
+        """Where files are that sessions name."""
         self._images: ImageReader | None = None
         self._images_lock = threading.Lock()
-        opener = self._open_images
+        opener = self.image_reader
         self._builder = PromptBuilder(backend, template, family, self.tokenizer, opener)
         if tool_use is not None:
             tool_use.tokenizer, tool_use.listeners = self.tokenizer, self.listeners
@@ -108,9 +111,10 @@ class ChatFormat:
 
     def keep_image(self, image: Image, namespace: str) -> None:
         """Have the file of an image that a session is about to name, durable when this returns."""
-        self._open_images().keep(image, namespace)
+        self.image_reader().keep(image, namespace)
 
-    def _open_images(self) -> ImageReader:
+    def image_reader(self) -> ImageReader:
+        """What turns images into tokens here; it is opened for the first."""
         with self._images_lock:
             if self._images is None:
                 if self._backend.storage.folder is None:
@@ -119,7 +123,7 @@ class ChatFormat:
                     )
                 from perdure.extension import part
 
-                self._images = part("images in messages", "images")(self._backend)
+                self._images = part("images in messages", "images")(self._backend, self.files)
             assert self._images is not None
             return self._images
 

@@ -98,6 +98,14 @@ class PromptCheck(Protocol):
         ...
 
 
+class ImageFiles(Protocol):
+    """Where the files of images are that sessions name: their store."""
+
+    def keep_file(self, namespace: str, digest: str, data: bytes) -> None: ...
+
+    def file(self, namespace: str, digest: str) -> bytes | None: ...
+
+
 class ImageReader(Protocol):
     """What turns images into tokens: an extension brings it."""
 
@@ -107,6 +115,10 @@ class ImageReader(Protocol):
 
     def keep(self, image: Image, namespace: str) -> None:
         """Have the file of an image that a session names."""
+        ...
+
+    def file(self, digest: str, namespace: str) -> bytes | None:
+        """The file of an image that sessions name, as it was sent; None where it is gone or damaged."""
         ...
 
     def close(self) -> None: ...

@@ -336,7 +336,11 @@ class TokenSequence:
             self._push([Delta(self._text_of(token), (token,), new, self.index)])
 
     def _text_of(self, token: int) -> str:
-        text = self._push_text(self._text, token)
+        if token in self.request.visible_tokens:
+            text = self._push_text(self._text, token)
+        else:
+            # At every token: the same without a call.
+            text = self._text.push(self._piece(token, special=False))
         self._parts.append(text)
         return text
 

@@ -9,7 +9,7 @@ from urllib.parse import quote, urlsplit
 
 from perdure.config import settings
 from perdure.errors import ModelNotFoundError
-from perdure.models.card import part_names, read_parts
+from perdure.models.card import is_projector, part_names, read_parts
 from perdure.models.registry import (
     ALIASES,
     DEFAULT,
@@ -135,7 +135,7 @@ def entries() -> list[LocalModel]:
             (url_folder(settings().models), "https://", "web"),
         )
         for file in sorted(folder.rglob("*.gguf"))
-        if _is_first(file)
+        if _is_first(file) and not is_projector(file.name)
     ]
     hub = settings().models / "hub"
     whole = [
@@ -187,7 +187,12 @@ def files_of(name: str) -> tuple[Path, ...]:
         # Its config first: what is left of a folder then is none.
         names = folder_files([file.name for file in first.iterdir() if file.is_file()])
         return tuple(first / name for name in reversed(names))
-    return tuple(first.with_name(part) for part in part_names(first.name))
+    files = [first.with_name(part) for part in part_names(first.name)]
+    others = [path for path in first.parent.glob("*.gguf") if path not in files]
+    if all(is_projector(path.name) for path in others):
+        # The projector goes with the last model that it is for.
+        files += others
+    return tuple(files)
 
 
 def _fetch(source: Source, progress: Progress | None, *, folders: bool = False) -> Path:

@@ -90,11 +90,11 @@ def _ollama_models() -> Iterator[OtherModel]:
 
 
 def _lm_studio_models() -> Iterator[OtherModel]:
-    from perdure.models.card import part_names
+    from perdure.models.card import is_projector, part_names
 
     for folder in settings().lm_studio_models:
         for file in _files(folder, "*.gguf"):
-            if file.name.lower().startswith("mmproj") or part_names(file.name)[0] != file.name:
+            if is_projector(file.name) or part_names(file.name)[0] != file.name:
                 continue
             yield OtherModel(f"{LM_STUDIO}{file.relative_to(folder).as_posix()}", "LM Studio", file)
 

@@ -180,15 +180,18 @@ class Session(SessionView):
         preamble: Sequence[Message] = (),
         turn: int | None = None,
         call_ids: str = "",
+        idle: bool = False,
         **settings: Unpack[TurnKeywords],
     ) -> TurnStream:
         """Queue a reply to what is said, as if it were the next turn, or the one after turn number `turn`.
-        The session stays as it is. `call_ids` is as in `TurnExtra`."""
+        The session stays as it is. `call_ids` is as in `TurnExtra`; one that is `idle` is written while there
+        is no other request."""
         self._check_there()
         merged = {**self.settings, **self._schema, **settings}
+        submit = self._host.backend.submit
         return Stream(
             self._unkept(said_messages(said), preamble, self.standing(turn), call_ids, merged),
-            self._host.backend.submit,
+            (lambda request: submit(replace(request, idle=True))) if idle else submit,
         )
 
     def _unkept(
@@ -531,6 +534,7 @@ class Session(SessionView):
                 kind=kind or self.kind,
                 settings=portable_settings(self.settings),
                 key=self._host.store.key,
+                find_file=functools.partial(self._host.file, self.namespace),
                 progress=progress,
             )
             return written
@@ -659,6 +663,8 @@ class Session(SessionView):
         if pending.record is None:
             self._keep_images(pending.said)
             self._host.pending.write(self._owner(pending), pending, self._host.backend.model.digest)
+            # A file that another session named alone may have gone with it: from here on it stays.
+            self._keep_images(pending.said)
         output = self._host.backend.submit(request)
         pending.submitted(request, output)
         return output

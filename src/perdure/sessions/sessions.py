@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import tempfile
 import threading
 import time
@@ -231,6 +232,9 @@ class Sessions(Closing):
         meanwhile.
         """
         check_session_name(name)
+        for message in said:
+            for _, image in message.images:
+                self.chat_format.keep_image(image, namespace)
         if after is None:
             origin = {"session": None, "turn": 0, **origin}
             turns = [Turn(kind="start", messages=())]
@@ -301,6 +305,9 @@ class Sessions(Closing):
         check_session_name(name)
         there = replace and self.store.has(session.namespace, name)
         old = self.get(name, session.namespace) if there else None
+        for digest in {digest: None for turn in session.standing().turns for digest in turn.files}:
+            if (data := session._host.store.file(session.namespace, digest)) is not None:
+                self.store.keep_file(session.namespace, digest, data)
         with old._changing() if old is not None else nullcontext():
             info = self.store.create(
                 session.namespace,
@@ -316,6 +323,13 @@ class Sessions(Closing):
         return self._opened(info)
 
     # For sessions.
+
+    def file(self, namespace: str, digest: str) -> bytes | None:
+        """A file that turns name, as it was sent; None where it is gone. An encrypted one takes a model."""
+        data = self.store.file(namespace, digest)
+        if data is None or hashlib.sha256(data).hexdigest() == digest:
+            return data
+        return self.chat_format.image_reader().file(digest, namespace) if self.has_model else None
 
     def branch(
         self,

@@ -89,6 +89,11 @@ class Turn:
         return (self.reply.content or "") if self.reply is not None else ""
 
     @property
+    def files(self) -> list[str]:
+        """The SHA-256 of each file that its messages name, in hex."""
+        return list({image.digest: None for message in self.messages for _, image in message.images})
+
+    @property
     def counts(self) -> dict[str, int]:
         """The figures of its usage."""
         return {name: count for name, count in self.usage.items() if isinstance(count, int)}

@@ -32,7 +32,7 @@ from perdure.chat.parsing.reply_parser import parse_reply
 from perdure.chat.past_conversations import PastConversation
 from perdure.chat.plans import SUMMARY_REQUEST, SUMMARY_TRIES, SummaryPasses
 from perdure.chat.prefetch import WORTH, reading
-from perdure.chat.prompt_builder import reasoning_markers, with_reasoning_apart
+from perdure.chat.prompt_builder import ImageFiles, reasoning_markers, with_reasoning_apart
 from perdure.chat.prompt_rules import PromptRule, RuledPrompt
 from perdure.chat.reply import ChatReply
 from perdure.chat.template.capabilities import capabilities
@@ -65,6 +65,7 @@ __all__ = [
     "Family",
     "Guard",
     "Image",
+    "ImageFiles",
     "JsonCalls",
     "JsonObjectsParser",
     "JsonScanner",

@@ -22,6 +22,7 @@ from perdure.models.placement import (
 )
 from perdure.models.registry import DEFAULT, HubSource, UrlSource, resolve
 from perdure.models.safetensors import FLOATS, SafetensorsHeader, read_safetensors, safetensors_header
+from perdure.worker import deadly_files
 
 __all__ = [
     "ASSISTANTS",
@@ -48,6 +49,7 @@ __all__ = [
     "TypeShare",
     "UrlSource",
     "chosen",
+    "deadly_files",
     "find_by_name",
     "fit_of",
     "hub_cache",

@@ -1,7 +1,7 @@
 """For extensions of the server: routes, protocols, callers and answers."""
 
 from perdure.server.api.page import HEADERS, as_policy
-from perdure.server.api.sessions import Named
+from perdure.server.api.sessions import Named, receive_file
 from perdure.server.app import served
 from perdure.server.core.api_error import (
     ApiError,
@@ -38,7 +38,7 @@ from perdure.server.core.keys import (
     parse_line,
     usage_file,
 )
-from perdure.server.core.middleware import ASSETS, JsonScan, session_id, too_large
+from perdure.server.core.middleware import ASSETS, FILE_TYPE, JsonScan, session_id, too_large
 from perdure.server.core.protocol import (
     JSON_LINES,
     SSE,
@@ -79,7 +79,7 @@ from perdure.server.core.visit import Caller, Sign, Visit
 from perdure.server.http_server import check_address
 from perdure.server.pool import PooledModel, parse_duration
 from perdure.server.protocols.chat import ChatRequest, check_chat_options, extension, reply_request
-from perdure.server.protocols.image_input import image_of_base64, image_of_url, readable_messages
+from perdure.server.protocols.image_input import KEPT, image_of_base64, image_of_url
 from perdure.server.protocols.messages.answers import call_input
 from perdure.server.protocols.naming_fields import NamingFields, is_id
 from perdure.server.protocols.openai import (
@@ -109,8 +109,10 @@ from perdure.server.protocols.reply_request import (
 
 __all__ = [
     "ASSETS",
+    "FILE_TYPE",
     "HEADERS",
     "JSON_LINES",
+    "KEPT",
     "LARGE",
     "MARKS",
     "NO_BODY",
@@ -207,7 +209,7 @@ __all__ = [
     "pulled",
     "rate_limited",
     "read_json",
-    "readable_messages",
+    "receive_file",
     "refuse_fields",
     "reply_request",
     "served",

@@ -232,7 +232,12 @@ class RemoteBackend(BackendClient):
             setup = make_setup()
             make_setup = lambda: setup  # noqa: E731
         self._supervisor = Supervisor(
-            make_setup, restart_policy or RestartPolicy(), self._pending, self._reader, residence
+            make_setup,
+            restart_policy or RestartPolicy(),
+            self._pending,
+            self._reader,
+            residence,
+            lambda: imported(engine).build(),
         )
         if not lazy:
             try:

@@ -3,7 +3,8 @@
     PERDURE_LLAMA=FOLDER python oracle.py MODEL PROJECTOR FILE KIND [change]
 
 The library of the folder is the engine and the encoder. Prints the largest difference of the logits behind
-the prompt. A change (`reversed`, `flipped`, `swapped`) is made to the medium first: it has to be seen.
+the prompt. A change (`reversed`, `flipped`, `swapped`, `flat`) is made to the medium first: it has to be
+seen.
 """
 
 from __future__ import annotations
@@ -90,6 +91,8 @@ def altered(medium: Medium, change: str) -> Medium:
         return replace(medium, rows=medium.rows[::-1].copy())
     if change == "flipped":
         return replace(medium, causal=not medium.causal)
+    if change == "flat":
+        return replace(medium, grid=(0, 0), n_pos=len(medium))
     return replace(medium, grid=medium.grid[::-1])
 
 

@@ -157,29 +157,129 @@ def test_what_cannot_be_read_is_refused_in_words(seeing: LiveServer) -> None:
         assert client.post("/v1/completions", json=raw).status_code == 400
 
 
-@pytest.mark.parametrize("protocol", ["chat", "messages", "count", "ollama", "session"])
-def test_a_server_with_keys_takes_no_images(toy: Toy, tmp_path: Path, protocol: str) -> None:
-    """Their files would count for no limit of a key, and outlast its sessions."""
+def test_responses_take_images_also_as_results_of_tools(seeing: LiveServer) -> None:
+    image: Any = {"type": "input_image", "image_url": url_of(FIRST), "detail": "auto"}
+    said: Any = {"role": "user", "content": [{"type": "input_text", "text": "see "}, image]}
+    with openai.OpenAI(base_url=f"{seeing.url}/v1", api_key="-", max_retries=0) as client:
+
+        def ask(*items: Any, **more: Any) -> Any:
+            return client.responses.create(
+                model="toy", input=list(items), max_output_tokens=8, temperature=0, **more
+            )
+
+        reply = ask(said)
+        assert reply.output_text == expected(seeing, "see ", Image(FIRST))
+        # What was sent is shown by its digest, and can be sent so.
+        [shown] = client.responses.input_items.list(reply.id).data
+        kept_url = f"sha256:{Image(FIRST).digest}"
+        part: Any = shown
+        assert part.content[1].image_url == kept_url
+        again = ask({"role": "user", "content": [said["content"][0], {**image, "image_url": kept_url}]})
+        assert again.output_text == reply.output_text
+        more = ask({"role": "user", "content": "and then?"}, previous_response_id=reply.id)
+        assert more.usage.input_tokens > 128
+        call: Any = {"type": "function_call", "call_id": "call_1", "name": "look", "arguments": "{}"}
+        result: Any = {"type": "function_call_output", "call_id": "call_1", "output": [image]}
+        looked = ask({"role": "user", "content": "look"}, call, result, store=False)
+        assert looked.usage.input_tokens > 64
+        conversation = client.conversations.create(items=[said])
+        [item] = client.conversations.items.list(conversation.id).data
+        of_user: Any = item
+        assert [each.type for each in of_user.content] == ["input_text", "input_image"]
+    store = seeing.runtime.sessions.store
+    for response in (reply, more, again):
+        seeing.runtime.sessions.response(response.id).delete()
+    assert store.file("", Image(FIRST).digest) is not None
+    seeing.runtime.sessions.get(conversation.id).delete()
+    assert store.file("", Image(FIRST).digest) is None
+
+
+def test_an_image_costs_tokens_that_are_known_before_and_its_file_is_read_back(seeing: LiveServer) -> None:
+    with seeing.client() as client:
+        body = {"image_url": url_of(SECOND)}
+        counted = client.post("/v1/images/count", json=body)
+        assert counted.json() == {"tokens": 64}
+        assert (
+            client.post("/v1/images/count", json={"image_url": "data:image/png;base64,aaaa"}).status_code
+            == 400
+        )
+        client.post("/v1/sessions", json={"name": "walk"}).raise_for_status()
+        turn = {"messages": [asked(SECOND)], "max_tokens": 2}
+        usage = client.post("/v1/sessions/walk/turns", json=turn).raise_for_status().json()["usage"]
+        assert usage["prompt_tokens"] > 64
+        [said] = client.get("/v1/sessions/walk/turns").json()["data"][0]["messages"]
+        [(at, digest)] = said["images"]
+        assert (at, digest) == (4, Image(SECOND).digest)
+        read = client.get(f"/v1/sessions/walk/images/{digest}")
+        assert read.content == SECOND
+        assert read.headers["content-type"] == "image/png"
+        assert read.headers["x-content-type-options"] == "nosniff"
+        for path in ("walk/images/" + "0" * 64, f"other/images/{digest}"):
+            assert client.get(f"/v1/sessions/{path}").status_code == 404
+        client.delete("/v1/sessions/walk").raise_for_status()
+
+
+@pytest.mark.parametrize("protocol", ["chat", "messages", "responses", "ollama", "session"])
+def test_a_key_sends_images_that_no_other_key_finds(toy: Toy, tmp_path: Path, protocol: str) -> None:
+    """H5: not by a name, not by a digest; and they count in what it may store."""
     data = base64_of(FIRST)
     shown = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
     url = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
     said = [{"role": "user", "content": [{"type": "text", "text": "what?"}, url]}]
     told = [{"role": "user", "content": [{"type": "text", "text": "what?"}, shown]}]
+    part = {"type": "input_image", "image_url": f"data:image/png;base64,{data}"}
     path, body = {
-        "chat": ("/v1/chat/completions", {"messages": said}),
-        "messages": ("/v1/messages", {"messages": told, "max_tokens": 2}),
-        "count": ("/v1/messages/count_tokens", {"messages": told}),
-        "ollama": ("/api/chat", {"messages": [{"role": "user", "content": "?", "images": [data]}]}),
-        "session": ("/v1/sessions/s/turns", {"messages": said}),
+        "chat": ("/v1/chat/completions", {"messages": said, "max_tokens": 2, "perdure": {"session": "s"}}),
+        "messages": ("/v1/messages", {"messages": told, "max_tokens": 2, "perdure": {"session": "s"}}),
+        "responses": (
+            "/v1/responses",
+            {"input": [{"role": "user", "content": [part]}], "max_output_tokens": 2},
+        ),
+        "ollama": (
+            "/api/chat",
+            {
+                "messages": [{"role": "user", "content": "?", "images": [data]}],
+                "stream": False,
+                "options": {"num_predict": 2},
+                "perdure": {"session": "s"},
+            },
+        ),
+        "session": ("/v1/sessions/s/turns", {"messages": said, "max_tokens": 2}),
     }[protocol]
-    text, key = new_key("team")
+    secret, ada = new_key("ada", stored_bytes=len(FIRST) + 30_000)
+    other, bob = new_key("bob", stored_bytes=len(FIRST) // 2)
+    digest = Image(FIRST).digest
     with (
         perdure.open(toy("llava")[0], store=tmp_path, n_ctx=4096, slots=2, threads=1) as runtime,
-        live_server(runtime, keys=Keys([key])) as server,
-        server.client(text) as client,
+        live_server(runtime, keys=Keys([ada, bob])) as server,
+        server.client(secret) as client,
+        server.client(other) as stranger,
     ):
-        client.post("/v1/sessions", json={"name": "s"})
+        if protocol == "session":
+            for each in (client, stranger):
+                each.post("/v1/sessions", json={"name": "s"}).raise_for_status()
         answer = client.post(path, json=body)
-    assert answer.status_code == 400
-    assert "a server with keys reads no images yet" in answer.text
-    assert not (tmp_path / "media").exists()
+        assert answer.status_code == 200, answer.text
+        store = runtime.sessions.store
+        assert store.file("ada", digest) == FIRST
+        assert store.file("bob", digest) is None
+        [size] = [each for each in store.sizes() if each.namespace == "ada"]
+        assert size.nbytes > len(FIRST)
+        # By its digest it is nobody's but hers.
+        by_digest = {"type": "image_url", "image_url": {"url": f"sha256:{digest}"}}
+        ask = {"messages": [{"role": "user", "content": [by_digest]}], "max_tokens": 2}
+        assert client.post("/v1/chat/completions", json=ask).status_code == 200
+        refused = stranger.post("/v1/chat/completions", json=ask)
+        unknown = {"type": "image_url", "image_url": {"url": f"sha256:{'0' * 64}"}}
+        nothing = stranger.post(
+            "/v1/chat/completions",
+            json={"messages": [{"role": "user", "content": [unknown]}], "max_tokens": 2},
+        )
+        assert refused.status_code == nothing.status_code >= 400
+        assert refused.json()["error"]["message"].replace(digest[:12], "") == nothing.json()["error"][
+            "message"
+        ].replace("0" * 12, "")
+        # The other one has it encoded anew, and may not store it: that counts against its limit.
+        over = stranger.post(path, json=body)
+        assert over.status_code == 507, over.text
+        assert store.file("bob", digest) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,17 +13,36 @@ import numpy as np
 import pytest
 
 import perdure
-from perdure import CorruptStateError, InvalidInputError, Model, Reply, RowError, Runtime, TokenError
+from engine.failures import failing_decode
+from perdure import (
+    CannotRewindError,
+    CorruptStateError,
+    DecodeCancelled,
+    InvalidInputError,
+    Model,
+    Reply,
+    RowError,
+    Runtime,
+    TokenError,
+)
 from perdure.ext.images.encoder import Encoder
 from perdure.ext.images.library import find_library
-from perdure.ext.images.media_store import MediaStore, stored_media
+from perdure.ext.images.media_store import FileDigest, MediaStore, stored_media
+from perdure.spi.cache import spans
 
 from .pictures import picture, sound
 from .processes import differences
 
 Toy = Callable[[str], tuple[Path, Path]]
 
-KINDS = ("llava", "idefics3", "gemma3", "qwen2a")
+KINDS = ("llava", "idefics3", "gemma3", "qwen2a", "qwen2vl", "qwen3vl", "qwen35")
+CHANGES = {
+    "gemma3": ("reversed", "flipped"),
+    "qwen2vl": ("reversed", "swapped", "flat"),
+    "qwen3vl": ("reversed", "swapped", "flat"),
+    "qwen35": ("reversed", "swapped", "flat"),
+}
+"""What is changed of a medium, which has to be seen."""
 CHUNK = 64
 
 
@@ -55,13 +75,17 @@ def scene(request: pytest.FixtureRequest, toy: Toy, tmp_path_factory: pytest.Tem
     return scene_of(request.param, toy, tmp_path_factory.mktemp("media"))
 
 
+def digest_of(data: bytes) -> FileDigest:
+    return FileDigest(hashlib.sha256(data).digest())
+
+
 def scene_of(kind: str, toy: Toy, folder: Path) -> Scene:
     model, projector = toy(kind)
     store = MediaStore(folder)
     files = [sound(1), sound(0.5)] if kind == "qwen2a" else [picture(seed=1), picture(seed=2)]
     with Encoder(model, projector, threads=1) as encoder:
         known = [
-            store.keep("", encoder.identity, store.keep_file(data), encoder.encode(data, form))
+            store.keep("", encoder.identity, digest_of(data), encoder.encode(data, form))
             for data in files
             for form in ("audio" if kind == "qwen2a" else "image",)
         ]
@@ -94,7 +118,7 @@ def test_e2_a_medium_is_read_as_libmtmd_reads_it(toy: Toy, tmp_path: Path) -> No
     for kind in KINDS:
         form = "audio" if kind == "qwen2a" else "image"
         file = wave if form == "audio" else image
-        changes = ["", "reversed", "flipped"] if kind == "gemma3" else [""]
+        changes = ["", *CHANGES.get(kind, ())]
         found = [differences(library, *toy(kind), file, form, change) for change in changes]
         assert found[0] == 0.0, kind
         assert all(each > 0.1 for each in found[1:]), (kind, found)
@@ -175,6 +199,73 @@ def test_forks_cuts_and_states_hold_with_media(scene: Scene) -> None:
         assert np.array_equal(np.array(ctx.logits()), row)
 
 
+def test_k4_images_of_two_dimensions_are_cut_as_a_whole(toy: Toy, tmp_path: Path) -> None:
+    """Their rows are taken apart and put together at any token; a cut inside of one names its beginning."""
+    scene = scene_of("qwen2vl", toy, tmp_path / "media")
+    with Model(scene.model) as model, model.context(n_ctx=2048, n_seq=2, n_batch=32, threads=1) as ctx:
+        ctx.media = stored_media(scene.media, None)
+        prompt = scene.prompt(scene.first, scene.second)
+        [(start, end), *_] = spans(np.array(prompt, np.int32))
+        ctx.decode(prompt)
+        row = np.array(ctx.logits())
+        capture = ctx.capture()
+        assert capture.rows is not None
+        pieces = [capture.rows.cut(at, min(at + 16, len(prompt))) for at in range(0, len(prompt), 16)]
+        ctx.assemble(prompt[:-1], [np.concatenate(pieces)[:-1]], None, 1)
+        ctx.decode(prompt[-1:], 1)
+        assert np.abs(np.array(ctx.logits()) - row).max() < 1e-3
+        for inside in (start + 1, end - 1):
+            with pytest.raises(CannotRewindError, match=f"cut at {start}") as refused:
+                ctx.truncate(inside)
+            assert refused.value.reachable == start
+            assert ctx.tokens() == prompt
+            # Where rows of it are left out, the image is read again as a whole.
+            ctx.assemble(prompt[:inside], [np.concatenate(pieces)[:inside]], None, 1)
+            ctx.truncate(start, 1)
+            ctx.decode(prompt[start:], 1)
+            assert np.abs(np.array(ctx.logits()) - row).max() < 1e-3
+        for length in (end, start):
+            ctx.truncate(length)
+            ctx.decode(prompt[length:])
+            assert np.array_equal(np.array(ctx.logits()), row)
+        for step, after in ((1, 0), (2, 9), (4, 30), (5, 3), (6, 12)):
+            ctx.truncate(end)
+            with failing_decode(ctx, step=step, after=after), pytest.raises(DecodeCancelled):
+                ctx.decode(prompt[end:])
+            assert ctx.length() in (0, end)
+            ctx.decode(prompt[ctx.length() :])
+            assert np.array_equal(np.array(ctx.logits()), row)
+
+
+def test_e3_an_image_of_another_kind_of_model_is_refused(toy: Toy, tmp_path: Path) -> None:
+    """Its width, and where that is the same, its positions."""
+    for theirs, ours, words in (
+        ("qwen3vl", "qwen2vl", "192 numbers"),
+        ("qwen2vl", "llava", "two dimensions"),
+    ):
+        scene = scene_of(theirs, toy, tmp_path / theirs)
+        with Model(toy(ours)[0]) as model, model.context(n_ctx=512, threads=1) as ctx:
+            ctx.media = stored_media(scene.media, None)
+            with pytest.raises(InvalidInputError, match=words):
+                ctx.decode(scene.prompt(scene.first))
+            assert ctx.length() == 0
+
+
+@pytest.mark.parametrize("kind", ["llava", "gemma3", "qwen2vl", "qwen35"])
+def test_e1_image_tokens_are_computed_once(kind: str, toy: Toy, tmp_path: Path) -> None:
+    """Behind an image that was read, whatever is asked: here, in a fresh process's stead, and in a fork."""
+    scene = scene_of(kind, toy, tmp_path / "media")
+    store = scene.store(tmp_path / "store")
+    prompt = scene.prompt(scene.first, scene.second)
+    behind = spans(np.array(prompt, np.int32))[-1][1]
+    for again in range(2):
+        with opened(scene, store, exact=False) as rt:
+            for ask in range(41, 44):
+                reply = written(rt, [*prompt[:behind], *range(310, 320), ask])
+                first = not again and ask == 41
+                assert reply.reuse.reused >= (0 if first else behind), (again, ask, reply.reuse)
+
+
 def follow(ctx: perdure.Context, seq: int) -> Any:
     """The logits of `seq`'s last token, computed again behind a state of all before it."""
     tokens = ctx.tokens(seq)
@@ -227,8 +318,8 @@ def test_what_cannot_be_read_is_refused_in_words(toy: Toy, tmp_path: Path) -> No
         ctx.decode(prompt)
 
 
-def test_media_of_two_dimensions_and_too_small_steps_are_refused(toy: Toy, tmp_path: Path) -> None:
-    cases: Any = (("qwen2vl", {}, "M-RoPE"), ("gemma3", {"n_batch": 8}, "n_batch=16"))
+def test_too_small_steps_are_refused(toy: Toy, tmp_path: Path) -> None:
+    cases: Any = (("gemma3", {"n_batch": 8}, "n_batch=16"),)
     for kind, options, words in cases:
         scene = scene_of(kind, toy, tmp_path / kind)
         with opened(scene, scene.store(tmp_path / f"{kind}-store"), **options) as rt:

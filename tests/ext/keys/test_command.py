@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
+from cli.pty_user import piped
 from perdure.server.core.keys import Keys, new_key
 
 
@@ -14,12 +14,8 @@ def test_keys_are_added_listed_and_removed_by_the_command(tmp_path: Path) -> Non
     path = tmp_path / "keys"
 
     def keys(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            [sys.executable, "-m", "perdure.cli", "keys", *words, "--keys", str(path)],
-            capture_output=True,
-            text=True,
-            env={**os.environ, "PERDURE_HOME": str(tmp_path / "home")},
-        )
+        home = {**os.environ, "PERDURE_HOME": str(tmp_path / "home")}
+        done = piped(home, None, "keys", *words, "--keys", str(path))
         assert done.returncode == code, done.stderr
         return done
 
@@ -51,8 +47,7 @@ def test_a_key_is_removed_by_the_name_of_its_owner(tmp_path: Path) -> None:
     path.write_text("\n".join(new_key(name)[1].line for name in ("ada", "bob", "bob")))
 
     def rm(name: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "perdure.cli", "keys", "rm", name, "--keys", str(path)]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
+        return piped(os.environ, None, "keys", "rm", name, "--keys", str(path))
 
     assert rm("ada").returncode == 0
     assert [key.namespace for key in Keys.read(path)] == ["bob", "bob"]

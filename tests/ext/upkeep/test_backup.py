@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from cli.pty_user import piped
 from ext.upkeep.test_import import HOSTILE
 from perdure import system
 from perdure.errors import CorruptStateError, InvalidInputError, StoreError
@@ -197,12 +198,7 @@ def test_backup_and_restore_as_commands(store: Path, tmp_path: Path) -> None:
         sessions.create("a")
 
     def command(*words: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "perdure.cli", *words],
-            capture_output=True,
-            text=True,
-            env={**os.environ, "PERDURE_HOME": str(tmp_path / "home")},
-        )
+        done = piped({**os.environ, "PERDURE_HOME": str(tmp_path / "home")}, None, *words)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -219,13 +215,8 @@ def test_a_restore_by_root_says_whose_the_folder_is(store: Path, tmp_path: Path)
     with Sessions(store) as sessions:
         sessions.create("a")
     for words in (("backup", str(store), "saved"), ("restore", "saved", "new")):
-        done = subprocess.run(
-            [sys.executable, "-m", "perdure.cli", *words],
-            capture_output=True,
-            text=True,
-            check=True,
-            cwd=tmp_path,
-            env={**os.environ, "PERDURE_HOME": str(tmp_path / "home")},
-        )
+        home = {**os.environ, "PERDURE_HOME": str(tmp_path / "home")}
+        done = piped(home, None, *words, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
     assert "new belongs to root" in done.stderr
     assert "chown -R USER: new" in done.stderr

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from cli.pty_user import piped
 from homes import new_home
 
 COMMAND = [sys.executable, "-m", "perdure.cli", "cache"]
@@ -38,17 +39,7 @@ def environment(zoo_path: Callable[[str], Path], tmp_path: Path) -> dict[str, st
 @pytest.fixture
 def run(environment: dict[str, str], tmp_path: Path) -> Run:
     def start(*arguments: str, pipe: bytes | None = None) -> subprocess.CompletedProcess[str]:
-        given: dict[str, Any] = {"stdin": subprocess.DEVNULL} if pipe is None else {"input": pipe}
-        done: subprocess.CompletedProcess[bytes] = subprocess.run(
-            [*COMMAND, *arguments, "--store", str(tmp_path / "store")],
-            env=environment,
-            capture_output=True,
-            check=False,
-            **given,
-        )
-        return subprocess.CompletedProcess(
-            done.args, done.returncode, done.stdout.decode(), done.stderr.decode()
-        )
+        return piped(environment, pipe, "cache", *arguments, "--store", str(tmp_path / "store"))
 
     return start
 
@@ -184,10 +175,7 @@ def test_clearing_everything_asks_first(run: Run, store: Path) -> None:
 
 @pytest.mark.parametrize("arguments", [["clear"], ["clear", "--all", "--label", "a"], ["warm", "a", "b"]])
 def test_wrong_usage_exits_with_2(arguments: list[str], environment: dict[str, str]) -> None:
-    done = subprocess.run(
-        [*COMMAND, *arguments], env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False
-    )
-    assert done.returncode == 2
+    assert piped(environment, None, "cache", *arguments).returncode == 2
 
 
 def test_verify_is_content_with_a_sound_store(run: Run, store: Path) -> None:

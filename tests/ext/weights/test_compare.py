@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import gguf_bytes as g
+from cli.pty_user import piped
 from perdure.errors import ModelFileError
 from perdure.ext.weights.compare import compare
 from perdure.ext.weights.tensors import Planned, TensorFile, copied, write_model
@@ -72,8 +73,7 @@ def test_the_command_shows_it_and_says_by_its_exit_code_that_files_differ(
     other = changed(source, tmp_path / "b.gguf", "output.weight", 1.0)
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "perdure.cli", "compare", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
+        return piped(os.environ, None, "compare", *arguments)
 
     shown = run(str(source), str(other))
     assert shown.returncode == 1, shown.stderr

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from cli.pty_user import piped
 from inside import weights_of
 from perdure import Model
 from perdure.engine.llama.native import library
@@ -251,8 +250,7 @@ def test_a_folder_that_cannot_be_converted_is_named(zoo_path: ZooPath, tmp_path:
 
 def test_the_commands_do_it(three: list[Path], zoo_path: ZooPath, tmp_path: Path) -> None:
     def run(*arguments: str) -> None:
-        command = [sys.executable, "-m", "perdure.cli", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = piped(os.environ, None, *arguments)
         assert done.returncode == 0, done.stderr
 
     run("merge", str(tmp_path / "m.gguf"), str(three[0]), f"{three[1]}:3")

@@ -215,10 +215,10 @@ class CutAnywhere(SlotCheckpoints):
         return CheckpointList()
 
     def restorable_length(self, seq: int, shared: int, length: int) -> int:
-        return shared
+        return self._context.cut_point(seq, shared)
 
     def restorable_lengths(self, shared: Counts, lengths: Counts) -> Counts:
-        return shared
+        return super().restorable_lengths(shared, lengths) if self._context.has_spans else shared
 
     def restorable_when_computed(self, shared: Counts, lengths: Counts) -> Counts:
         return shared
@@ -260,6 +260,9 @@ class CheckpointStore(SlotCheckpoints):
         checkpoints = self._kept[seq]
         if checkpoints.has(length):
             return
+        if self._context.has_spans and length not in checkpoint_at and self._ends_in_medium(seq, length):
+            # Maybe inside of it, where nothing goes on from; at its end there is another call.
+            return
         # Room first: the next one is about as large as the last.
         self._thin_out(checkpoints.last.nbytes if checkpoints.last else 0)
         state = self._context.checkpoint(seq).state
@@ -299,8 +302,9 @@ class CheckpointStore(SlotCheckpoints):
     def restorable_length(self, seq: int, shared: int, length: int) -> int:
         if shared in (0, length):
             return shared
-        if self._context.memory.cuts and self._context.shortest_cut(seq) <= shared:
-            return shared
+        whole = self._context.cut_point(seq, shared)
+        if self._context.memory.cuts and self._context.shortest_cut(seq) <= whole:
+            return whole
         return max((point.length for point in self._kept[seq] if point.length <= shared), default=0)
 
     def restorable_when_computed(self, shared: Counts, lengths: Counts) -> Counts:
@@ -325,6 +329,9 @@ class CheckpointStore(SlotCheckpoints):
 
     def thin_out(self) -> None:
         self._thin_out()
+
+    def _ends_in_medium(self, seq: int, length: int) -> bool:
+        return int(self._context.token_array(seq, length - 1, length)[0]) < 0
 
     def _identity(self, seq: int) -> bytes:
         """What the checkpoints of `seq` depend on besides its tokens."""

@@ -77,8 +77,8 @@ class StateCalls(GuardedCore):
                 self._ledger.cut(seq, 0)
                 if not self._core.write(seq, content.payload, partial=False):
                     raise EngineError(f"the engine refused a verified state; sequence {seq} is now empty")
-                self._confirm(seq, len(tokens))
                 self._ledger.replace(seq, tokens)
+                self._confirm(seq)
 
     def checkpoint(self, seq: int = 0) -> Checkpoint:
         """A point to `restore` later, small where the memory can be cut."""
@@ -115,7 +115,9 @@ class StateCalls(GuardedCore):
             self._check_tokens(checkpoint.tokens)
             self._rows.end()
             with Undoing(self, {seq: EMPTY}):
-                if not self._undo.return_to(seq, (checkpoint.length, checkpoint.state)):
+                if alone:
+                    self._ledger.replace(seq, checkpoint.tokens)
+                if self._undo.return_to(seq, (checkpoint.length, checkpoint.state)) != checkpoint.length:
                     raise EngineError(f"the engine refused a checkpoint; sequence {seq} is now empty")
                 self._ledger.replace(seq, checkpoint.tokens)
 
@@ -123,8 +125,11 @@ class StateCalls(GuardedCore):
         """The state of `seq` in parts; cut its rows before the context is used again."""
         with self._lock:
             self._check(seq)
-            self._held(seq)
-            return self._core.capture(seq)
+            length = len(self._held(seq))
+            captured = self._core.capture(seq)
+            if captured.rows is not None and len(captured.rows) != length:
+                raise EngineError(f"{len(captured.rows)} rows of sequence {seq}, which has {length} tokens")
+            return captured
 
     def row_bytes(self) -> int | None:
         """How wide the rows of a captured state are here; None where its states have no rows by token."""
@@ -169,8 +174,8 @@ class StateCalls(GuardedCore):
                 self._ledger.cut(seq, 0)
                 if not self._core.assemble(seq, pieces, tail_state):
                     raise EngineError(f"the engine refused rows that it gave; sequence {seq} is now empty")
-                self._confirm(seq, len(ids))
                 self._ledger.replace(seq, ids)
+                self._confirm(seq)
 
     def kv(
         self,
@@ -342,7 +347,21 @@ class Context(StateCalls):
         with self._lock:
             self._check(seq)
             length = self._ledger.length(seq)
-            return self.memory.shortest_cut(length, self._core.oldest(seq)) if length else 0
+            return self._shortest_cut(seq, length, self._core.oldest(seq)) if length else 0
+
+    @property
+    def has_spans(self) -> bool:
+        """Whether any sequence has an image that is cut as a whole (`cut_point`)."""
+        return bool(self._ledger.spans)
+
+    def cut_point(self, seq: int, length: int) -> int:
+        """The longest length up to `length` that ends inside of no image whose positions have two dimensions:
+        `truncate` cuts those as a whole."""
+        return self._ledger.cut_point(seq, length) if self._ledger.spans else length
+
+    def _shortest_cut(self, seq: int, length: int, oldest: int) -> int:
+        newest = self._ledger.newest(seq, length)
+        return self._ledger.index_of(seq, self.memory.shortest_cut(newest + 1, oldest))
 
     # Decoding.
 
@@ -369,12 +388,15 @@ class Context(StateCalls):
                 for at, end in chunks:
                     self._use(adapters.at(start + at))
                     if has_media and ids[at] < 0:
-                        self._run_medium(seq, ids, at, end)
+                        self._run_medium(seq, ids[at:end])
                         continue
                     self._run([BatchPart(seq, start + at, ids[at:end], row_marks[at:end])])
                     for index in marked(row_marks[at:end] if len(chunks) > 1 else row_marks):
                         sources[seq, at + index] = index if end == len(ids) else self._core.row(index).copy()
-                self._ledger.append(seq, ids)
+                    if has_media:
+                        self._ledger.append(seq, ids[at:end])
+                if not has_media:
+                    self._ledger.append(seq, ids)
                 self._rows.publish(sources, {seq: len(ids)})
 
     def step(self, feeds: Sequence[Feed]) -> None:
@@ -421,11 +443,12 @@ class Context(StateCalls):
             with Undoing(self, marks):
                 self._use(adapters)
                 if has_media:
-                    self._run_medium(parts[0].seq, parts[0].tokens, 0, len(parts[0].tokens))
+                    self._run_medium(parts[0].seq, parts[0].tokens)
                 else:
                     self._run(parts)
                 for part in parts:
-                    self._ledger.append(part.seq, part.tokens)
+                    if not has_media:
+                        self._ledger.append(part.seq, part.tokens)
                     for index in places[part.seq]:
                         sources[part.seq, index] = at + index
                     at += len(part.tokens)
@@ -469,6 +492,8 @@ class Context(StateCalls):
             with Undoing(self, marks):
                 if adapters is not self._applied:
                     self._use(adapters)
+                if self._ledger.spans:
+                    starts = list(map(self._ledger.position, seqs, starts))
                 self._batch.fill_tokens(seqs, starts, tokens)
                 self._run_batch(seqs, starts, alone=len(seqs) == 1)
                 self._ledger.append_each(seqs, tokens)
@@ -550,8 +575,18 @@ class Context(StateCalls):
             length_now = self._ledger.length(seq)
             if not is_integer(length) or not 0 <= length <= length_now:
                 raise InvalidInputError(f"sequence {seq} holds {length_now} tokens, cannot keep {length}")
-            if 0 < length < length_now and not self.memory.can_cut(length, oldest := self._core.oldest(seq)):
-                reachable = self.memory.shortest_cut(length_now, oldest)
+            if (start := self.cut_point(seq, length)) < length < length_now:
+                raise CannotRewindError(
+                    f"token {length} of sequence {seq} is inside of an image whose tokens have one position"
+                    f" in time (M-RoPE): it can be cut at {start}, where that begins",
+                    asked=length,
+                    reachable=start,
+                )
+            position = self._ledger.position(seq, length)
+            if 0 < length < length_now and not self.memory.can_cut(
+                position, oldest := self._core.oldest(seq)
+            ):
+                reachable = self._shortest_cut(seq, length_now, oldest)
                 raise CannotRewindError(
                     f"a {self.memory.name} memory cannot go from {length_now} tokens back to {length}; "
                     f"it can reach {reachable}. Restore a checkpoint, or clear and decode again",
@@ -561,9 +596,9 @@ class Context(StateCalls):
             self._rows.end()
             if length < length_now:
                 with Undoing(self, {seq: (length, None)}):
-                    self._core.remove(seq, length)
-                    self._confirm(seq, length)
+                    self._core.remove(seq, position)
                     self._ledger.cut(seq, length)
+                    self._confirm(seq)
 
     def fork(self, src: int, dst: int) -> None:
         """Make `dst`, whatever it held, a copy of `src`."""
@@ -575,10 +610,10 @@ class Context(StateCalls):
             with Undoing(self, {dst: EMPTY}):
                 self._core.remove(dst, 0)
                 self._ledger.cut(dst, 0)
-                if length := self._ledger.length(src):
+                if self._ledger.length(src):
                     self._core.copy(src, dst)
-                    self._confirm(dst, length)
                     self._ledger.copy(src, dst)
+                    self._confirm(dst)
                 if self._sets[dst] is not self._sets[src]:
                     self._set(dst, self._sets[src])
 
@@ -594,8 +629,8 @@ class Context(StateCalls):
                 else:
                     self._core.remove(seq, 0)
                 for each in seqs:
-                    self._confirm(each, 0)
                     self._ledger.cut(each, 0)
+                    self._confirm(each)
 
     def adapt(self, adapters: Mapping[Adapter, float] | AdapterSet, seq: int | None = None) -> None:
         """Compute `seq` with these adapters at these scales from now on; with none named, every sequence,
@@ -618,16 +653,16 @@ class Context(StateCalls):
                 with Undoing(self, dict.fromkeys(range(self.n_seq), EMPTY)):
                     self._core.clear()
                     for each in range(self.n_seq):
-                        self._confirm(each, 0)
                         self._ledger.cut(each, 0)
+                        self._confirm(each)
                         self._set(each, chosen)
                 return
             length = self._ledger.length(seq)
             if self._sets[seq].held(length) != chosen.held(length):
                 with Undoing(self, {seq: EMPTY}):
                     self._core.remove(seq, 0)
-                    self._confirm(seq, 0)
                     self._ledger.cut(seq, 0)
+                    self._confirm(seq)
             self._set(seq, chosen)
 
     def _set(self, seq: int, adapters: AdapterSet) -> None:

@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, cast
 
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
 
 _IDENTITIES = 256
 """Identities that are remembered."""
+_LONGEST = 1 << 16
+"""Tokens of the longest medium that is read in several steps."""
 _DIRECT = 8
 """Steps up to this size are short enough to wait for; a longer one can be interrupted by Ctrl-C."""
 
@@ -234,14 +237,15 @@ class GuardedCore(Closing):
             raise InvalidInputError(f"sequence {seq} is empty: there is nothing to keep")
         return self._ledger.array(seq)
 
-    def _confirm(self, seq: int, length: int) -> None:
-        """Read back that `seq` holds `length` tokens; if not, empty it rather than guess."""
-        if self._core.newest(seq) != length - 1:
+    def _confirm(self, seq: int) -> None:
+        """Read back that `seq` holds what the ledger says; if not, empty it rather than guess."""
+        expected = self._ledger.newest(seq, self._ledger.length(seq))
+        if self._core.newest(seq) != expected:
             newest = self._core.newest(seq)
             self._core.remove(seq, 0)
             self._ledger.cut(seq, 0)
             raise EngineError(
-                f"the engine holds positions up to {newest} of sequence {seq} where {length - 1} was "
+                f"the engine holds positions up to {newest} of sequence {seq} where {expected} was "
                 "expected; the sequence was emptied"
             )
 
@@ -288,7 +292,7 @@ class GuardedCore(Closing):
 
     def _medium(self, ids: NDArray[np.int32]) -> MediumRows:
         """The medium whose ids `ids` begin with, if this context can read it."""
-        from perdure.engine.media import MediaCore
+        from perdure.engine.media import MediaCore, positions_of
 
         if self.media is None or not isinstance(self._core, MediaCore) or not self._core.row_width:
             raise InvalidInputError("this context reads no images: its engine cannot, or what guesses for it")
@@ -299,8 +303,17 @@ class GuardedCore(Closing):
                 f"rows of an image have {width} numbers, and this model takes {self._core.row_width}: they "
                 "are of another model"
             )
-        if medium.n_pos != count:
-            raise InvalidInputError("images whose positions have two dimensions (M-RoPE) cannot be read yet")
+        across, down = medium.grid
+        if across and (not self._core.two_dimensions or positions_of(int(ids[0])) != medium.n_pos):
+            raise InvalidInputError(
+                "the positions of this image have two dimensions, and those of this model have not: it is of "
+                "another model"
+            )
+        if across * down != (count if across else 0) or (not across and medium.n_pos != count):
+            raise InvalidInputError(
+                f"an image of {count} tokens with {medium.n_pos} positions, {across} across and {down} down, "
+                "cannot be read"
+            )
         if not medium.causal and count > self.n_batch:
             raise InvalidInputError(
                 f"an image of this model is read in one step, and has {count} tokens where {self.n_batch} "
@@ -309,6 +322,9 @@ class GuardedCore(Closing):
         return medium
 
     def _run(self, parts: Sequence[BatchPart]) -> None:
+        if self._ledger.spans:
+            place = self._ledger.position
+            parts = [replace(part, start=place(part.seq, part.start)) for part in parts]
         self._batch.fill(parts)
         ends = [part.start + len(part.tokens) - 1 for part in parts]
         self._run_batch([part.seq for part in parts], ends, alone=len(parts) == 1)
@@ -332,24 +348,28 @@ class GuardedCore(Closing):
                 )
         return sets[0]
 
-    def _run_medium(self, seq: int, ids: NDArray[np.int32], at: int, end: int) -> None:
-        """Read the tokens `at` to `end` of `ids`, which follow what `seq` has: a medium, or a part of one."""
-        from perdure.engine.media import first_of
+    def _run_medium(self, seq: int, ids: NDArray[np.int32]) -> None:
+        """Read `ids`, which follow what `seq` has, and note them: a medium, or a part of one."""
+        from perdure.engine.media import first_of, positions_in
 
-        start = self._ledger.length(seq)
-        tokens = np.concatenate([self._ledger.array(seq), ids[:end]])
-        first = first_of(tokens, start + at)
+        ledger, start = self._ledger, self._ledger.length(seq)
+        before = ledger.array(seq, max(0, start - _LONGEST))
+        tokens = np.concatenate([before, ids])
+        first = first_of(tokens, len(before))
         medium = self._medium(tokens[first:])
-        whole, reached = len(medium.rows), start + end - first
+        done, whole = len(before) - first, len(medium.rows)
+        reached = done + len(ids)
         if reached > whole or (reached < whole and reached % self.n_batch):
             raise InvalidInputError("ids below zero stand for images, and these are of no whole one")
-        rows = medium.rows[start + at - first : reached]
-        core = cast("MediaCore", self._core)
+        positions = positions_in(medium, ledger.position(seq, start - done), done, reached)
+        rows, core = medium.rows[done:reached], cast("MediaCore", self._core)
 
         def read() -> Outcome:
-            return core.decode_rows(seq, start + at, rows, causal=medium.causal)
+            return core.decode_rows(seq, positions, rows, causal=medium.causal)
 
-        self._run_batch([seq], [start + end - 1], alone=True, read=read)
+        newest = int(positions.reshape(-1, len(ids))[0, -1])
+        self._run_batch([seq], [newest], alone=True, read=read)
+        ledger.append_medium(seq, ids)
 
     def _run_batch(
         self,

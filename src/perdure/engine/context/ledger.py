@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,16 @@ from perdure.errors import RowError
 from perdure.memory import MemorySpec
 
 
+class Span(NamedTuple):
+    """An image whose tokens have two dimensions: where it begins and ends among the tokens, its position, and
+    how many positions it takes up."""
+
+    start: int
+    end: int
+    position: int
+    n_pos: int
+
+
 class Ledger:
     """For each sequence, the tokens that are truly in the cache, nothing more.
 
@@ -25,6 +36,9 @@ class Ledger:
 
     def __init__(self, n_seq: int) -> None:
         self._tokens = [array("i") for _ in range(n_seq)]
+        self.spans: dict[int, list[Span]] = {}
+        """By sequence, its images whose positions have two dimensions. Where there are none, the position of
+        a token is its index."""
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -63,6 +77,11 @@ class Ledger:
     def append(self, seq: int, tokens: NDArray[np.int32]) -> None:
         self._tokens[seq].frombytes(tokens.tobytes())
 
+    def append_medium(self, seq: int, tokens: NDArray[np.int32]) -> None:
+        """Append ids of one medium: the first ones, or those that follow."""
+        self._note(seq, self.length(seq), tokens)
+        self.append(seq, tokens)
+
     def append_each(self, seqs: Iterable[int], tokens: Iterable[int]) -> None:
         """Append one token to each of several sequences."""
         by_seq = self._tokens
@@ -71,12 +90,73 @@ class Ledger:
 
     def cut(self, seq: int, length: int) -> None:
         del self._tokens[seq][length:]
+        if spans := self.spans.pop(seq, None):
+            # A cut inside of one is of an image that was read in part.
+            kept = [span._replace(end=min(span.end, length)) for span in spans if span.start < length]
+            if kept:
+                self.spans[seq] = kept
 
     def replace(self, seq: int, tokens: NDArray[np.int32]) -> None:
         self._tokens[seq] = array("i", tokens.tobytes())
+        self.spans.pop(seq, None)
+        if len(tokens) and tokens.min() < 0:
+            self._note(seq, 0, tokens)
 
     def copy(self, src: int, dst: int) -> None:
         self._tokens[dst] = self._tokens[src][:]
+        self.spans.pop(dst, None)
+        if spans := self.spans.get(src):
+            self.spans[dst] = spans[:]
+
+    # Positions.
+
+    def position(self, seq: int, index: int) -> int:
+        """The position of the token that is, or would be, at `index`; inside of an image, where that is."""
+        for start, end, first, n_pos in reversed(self.spans.get(seq, ())):
+            if index >= end:
+                return first + n_pos + index - end
+            if index >= start:
+                return first
+        return index
+
+    def newest(self, seq: int, length: int) -> int:
+        """The newest position in time of the first `length` tokens; -1 for none."""
+        return self.position(seq, length - 1)
+
+    def index_of(self, seq: int, position: int) -> int:
+        """The index of the first token at `position`, or behind it."""
+        for start, end, first, n_pos in reversed(self.spans.get(seq, ())):
+            if position >= first + n_pos:
+                return end + position - first - n_pos
+            if position >= first:
+                return start if position == first else end
+        return position
+
+    def cut_point(self, seq: int, length: int) -> int:
+        """The longest length up to `length` that ends inside of no image whose tokens have one position: it
+        is cut as a whole."""
+        for start, end, _, _ in reversed(self.spans.get(seq, ())):
+            if length >= end:
+                return length
+            if length > start:
+                return start
+        return length
+
+    def _note(self, seq: int, at: int, tokens: NDArray[np.int32]) -> None:
+        """Note the spans in `tokens`, which stand from `at` on."""
+        from perdure.engine.media import are_first, positions_of
+
+        spans = self.spans.get(seq, [])
+        first = are_first(tokens)
+        # Each ends where text or the next one begins.
+        edges = [*np.flatnonzero(first | (tokens >= 0)).tolist(), len(tokens)]
+        if edges[0] and spans and spans[-1].end == at:
+            spans[-1] = spans[-1]._replace(end=at + edges[0])
+        for start in np.flatnonzero(first).tolist():
+            if n_pos := positions_of(int(tokens[start])):
+                position, end = self.position(seq, at + start), edges[bisect_right(edges, start)]
+                spans.append(Span(at + start, at + end, position, n_pos))
+                self.spans[seq] = spans
 
 
 Mark: TypeAlias = tuple[int, "NDArray[np.uint8] | None"]
@@ -140,16 +220,19 @@ class Undo:
 
     def return_to(self, seq: int, mark: Mark) -> int:
         """Bring the cache of `seq` to `mark`, or empty it where that is impossible. The length kept."""
-        core, (length, state) = self._core, mark
+        core, ledger, (length, state) = self._core, self._ledger, mark
         if state is not None:
             # First the part that cannot be cut: the engine refuses to cut the rest before it.
-            good = core.write(seq, state, partial=True)
-            core.remove(seq, length)
+            good = ledger.cut_point(seq, length) == length and core.write(seq, state, partial=True)
+            core.remove(seq, ledger.position(seq, length))
         else:
-            untouched = core.newest(seq) == length - 1
-            good = untouched or self._memory.can_cut(length, core.oldest(seq))
-            core.remove(seq, length)
-        if length and good and core.newest(seq) == length - 1:
+            untouched = core.newest(seq) == ledger.newest(seq, length)
+            if (whole := ledger.cut_point(seq, length)) < length:
+                # Of an image that was read in part nothing says how far.
+                untouched, length = False, whole
+            good = untouched or self._memory.can_cut(ledger.position(seq, length), core.oldest(seq))
+            core.remove(seq, ledger.position(seq, length))
+        if length and good and core.newest(seq) == ledger.newest(seq, length):
             return length
         core.remove(seq, 0)
         return 0

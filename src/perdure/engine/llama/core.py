@@ -40,6 +40,8 @@ _BEYOND = 1 << 30
 _MAIN_THREAD = threading.main_thread().ident
 _OUTCOMES = {0: Outcome.DONE, 1: Outcome.FULL, 2: Outcome.ABORTED, -1: Outcome.REJECTED}
 _PARTIAL = 1
+_TWO_DIMENSIONS = (8, 40)
+"""The library's kinds of rotation with two dimensions besides time: M-RoPE, and the same interleaved."""
 SCORE_POOLING = 4
 """The library's number for a context whose model scores pairs of texts."""
 _SCRATCH = 64 << 20
@@ -82,6 +84,11 @@ class ContextCore(Core, Protocol):
 
     n_ctx_seq: int
     """Cells of a sequence."""
+
+    @property
+    def two_dimensions(self) -> bool:
+        """Whether positions have two dimensions besides time (M-RoPE)."""
+        ...
 
     def can_shift(self) -> bool: ...
 
@@ -221,10 +228,18 @@ class LlamaCore:
         plain = type(self) is LlamaCore and self.reads_on
         return int(self._lib.llama_model_n_embd_inp(self._weights.handle)) if plain else 0
 
-    def decode_rows(self, seq: int, start: int, rows: Floats, *, causal: bool) -> Outcome:
+    @property
+    def two_dimensions(self) -> bool:
+        return int(self._lib.llama_model_rope_type(self._weights.handle)) in _TWO_DIMENSIONS
+
+    def decode_rows(self, seq: int, positions: NDArray[np.int32], rows: Floats, *, causal: bool) -> Outcome:
         count = len(rows)
         content = np.ascontiguousarray(rows, np.float32)
-        positions = np.arange(start, start + count, dtype=np.int32)
+        if self.two_dimensions:
+            # Four a row, section after section: time, row, column, and one that nothing uses.
+            sections = np.zeros((4, count), np.int32)
+            sections[:3] = positions
+            positions = sections
         seqs = np.full(1, seq, np.int32)
         owners = np.full(count, seqs.ctypes.data, np.uint64)
         counts, outputs = np.ones(count, np.int32), np.zeros(count, np.int8)
@@ -232,6 +247,7 @@ class LlamaCore:
             outputs[-1] = 1
         native = declarations.LlamaBatch()
         native.n_tokens = count
+        assert content.shape == (count, self.row_width)
         _point(native, embd=content, pos=positions, n_seq_id=counts, seq_id=owners, logits=outputs)
         if not causal:
             self._lib.llama_set_causal_attn(self._context, False)

@@ -91,6 +91,12 @@ class LlamaEngine(Engine):
         except (OSError, ModelError):
             return source == other
 
+    def build(self) -> str:
+        from perdure.engine.llama.native.choice import choose
+        from perdure.engine.llama.native.probe_results import key_of
+
+        return key_of(choose().source)
+
     def sizes(self, source: Source) -> Sizes | None:
         here = locate(models.resolve(source or settings().model or DEFAULT))
         return None if here is None else Sizes.of(models.read_parts(here))

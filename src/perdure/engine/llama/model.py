@@ -414,6 +414,8 @@ class Model(FileModel):
             core = maker.open(setup, chosen[0][1])
         else:
             core = LlamaCore(weights, params, self._memory, **known)
+        if core.two_dimensions:
+            layout += ", rows with positions"
         memory = dataclasses.replace(self._memory, keeps_window=swa_full)
         streams = 1 if shared else n_seq
         engine = library.loaded()

@@ -6,6 +6,8 @@ encoder      that process from outside: started when a file comes, ended when id
 projector    the projector's file (mmproj): found beside a model
 media        what an encoded file is: text tokens and media, whose ids in a ledger are below zero
 reader       images in messages: encoded once, then found
+encoding_turns  which file is encoded next
+routes       what an image costs in tokens, and the file of one in a session
 media_store  the folder `media/` of a store: rows by their digest, and which file gave which
 """
 
@@ -13,8 +15,10 @@ from perdure.spi import Extension
 
 EXTENSION = Extension(
     name="images",
+    routes=("perdure.ext.images.routes:router",),
     parts={
         "images in a prompt": "perdure.ext.images.media_store:stored_media",
+        "projector beside a model": "perdure.ext.images.projector:find_projector",
         "images in messages": "perdure.ext.images.reader:StoredImages",
     },
 )

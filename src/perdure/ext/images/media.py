@@ -2,9 +2,10 @@
 
     [1, 260, 271]    Medium(rows 16 × 64, 16 positions)    [259]
 
-A medium is named by a digest of all that a decoder gets of it, 240 bits. In a ledger it stands as ids below
-zero, 30 bits each: the first eight are the digest, the others follow from it. So what computes tokens finds
-the rows by the ids alone, and two media have the same ids only if they have the same rows.
+A medium is named by a digest of all that a decoder gets of it, 224 bits behind 16 that say how many positions
+it takes up where these have two dimensions. In a ledger it stands as ids below zero, 30 bits each: the first
+eight are the digest, the others follow from it. So what computes tokens finds the rows by the ids alone, and
+two media have the same ids only if they have the same rows.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ MediumKind = Literal["image", "audio"]
 
 LEAST = 8
 """Tokens of the smallest medium: its ids hold its whole digest."""
+_MOST_POSITIONS = 1 << 16
 _BITS = 30
 _DIGEST = LEAST * _BITS // 8
 _MAGIC = b"PDMEDIA1"
@@ -56,6 +58,11 @@ class Medium:
                 f"a medium has at least {LEAST} tokens, got rows of shape {self.rows.shape}: send a larger"
                 " one"
             )
+        if self.grid[0] and not 0 < self.n_pos < _MOST_POSITIONS:
+            raise InvalidInputError(
+                f"an image takes up to {_MOST_POSITIONS - 1} positions, and this one {self.n_pos}: send a "
+                "smaller one"
+            )
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -64,7 +71,12 @@ class Medium:
     def digest(self) -> MediumDigest:
         name = hashlib.sha256(self._head)
         name.update(np.ascontiguousarray(self.rows, "<f4").data)
-        return MediumDigest(name.digest()[:_DIGEST])
+        return self._named(name.digest())
+
+    def _named(self, name: bytes) -> MediumDigest:
+        """The digest of a medium whose content has this SHA-256."""
+        positions = self.n_pos if self.grid[0] else 0
+        return MediumDigest((positions.to_bytes(2, "big") + name)[:_DIGEST])
 
     @cached_property
     def ids(self) -> NDArray[np.int32]:
@@ -88,11 +100,15 @@ class Medium:
     def unpack(cls, data: bytes, digest: MediumDigest) -> Medium:
         """The medium of a file, if it is the one that the digest says."""
         head, _, body = data.partition(b"\n")
-        if not head.startswith(_MAGIC) or hashlib.sha256(data).digest()[:_DIGEST] != digest:
+        name = hashlib.sha256(data).digest()
+        if not head.startswith(_MAGIC) or not digest.endswith(name[: _DIGEST - 2]):
             raise CorruptStateError("the rows of a medium are damaged; encode the file again")
         kind, count, width, n_pos, across, down, causal = json.loads(head[len(_MAGIC) :])
         rows = np.frombuffer(body, "<f4").reshape(count, width)
-        return cls(kind=kind, rows=rows, n_pos=n_pos, grid=(across, down), causal=causal)
+        medium = cls(kind=kind, rows=rows, n_pos=n_pos, grid=(across, down), causal=causal)
+        if medium._named(name) != digest:
+            raise CorruptStateError("the rows of a medium are damaged; encode the file again")
+        return medium
 
 
 Piece = Sequence[int] | Medium

@@ -1,14 +1,13 @@
 """Media store: the folder `media/` of a store.
 
-    media/files/1f/1f3a…      a file as it was sent, by the SHA-256 of its bytes, and by its namespace
     media/rows/9c/9c00…       a medium: what it is, and its rows, by its digest (`media.Medium`)
     media/encoded/e2/e2ab…    {"pieces": [[1, 260], {"medium": "9c00…", "tokens": 64}, [259]]}, by a digest of
                               the namespace, the encoder's identity and the file's digest
 
 Always holds: a file has its name once all of it is on the disk; what is returned was verified against its
 name; no entry names rows that were not there when it was written. Rows can be made again, so they are deleted
-where they take more than the budget, those first that were not used for the longest time. Files are not:
-sessions name them. In a folder that is encrypted, nothing here is plain.
+where they take more than the budget, those first that were not used for the longest time. In a folder that
+is encrypted, nothing here is plain. Files that sessions name are kept with these.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure import CorruptStateError, InvalidInputError, StoreError, StoreKeyError, TooLargeError
-from perdure.ext.images.encoder import MOST_BYTES
 from perdure.ext.images.media import EncodedFile, Medium, MediumDigest, digest_at, ids_of
 from perdure.spi.base import make_folder, read_file, sync_folder, translate_os_errors, write_file
 from perdure.spi.cache import PLAIN, Encryption, StateCodec, is_encrypted
@@ -53,10 +51,8 @@ class KnownFile:
 
 @dataclass(frozen=True, slots=True)
 class MediaUsage:
-    """What is kept: files as they were sent, and rows."""
+    """What is kept of rows."""
 
-    files: int
-    file_bytes: int
     media: int
     row_bytes: int
 
@@ -95,7 +91,7 @@ def stored_media(folder: Path, encryption: Encryption | None) -> StoredMedia:
 
 
 class MediaStore:
-    """Files and rows of one store. Safe from any thread, and from several processes."""
+    """Rows of one store. Safe from any thread, and from several processes."""
 
     def __init__(self, store: Path, codec: StateCodec = PLAIN, *, budget: int = BUDGET) -> None:
         self._codec = codec
@@ -109,28 +105,28 @@ class MediaStore:
 
     # Files.
 
-    def keep_file(self, data: bytes, namespace: str = "") -> FileDigest:
-        """Have a file as it was sent, durable when this returns."""
-        digest = FileDigest(hashlib.sha256(data).digest())
-        path = self._file(digest, namespace)
-        if not path.exists():
-            self._write(path, [data])
-        return digest
+    def pack_file(self, digest: FileDigest, data: bytes) -> bytes:
+        """A file as it is kept among sessions: encrypted where this folder is."""
+        return b"".join(self._codec.encode(digest.hex(), [data]))
 
-    def file(self, digest: FileDigest, namespace: str = "") -> bytes | None:
-        """The bytes of a file that this namespace sent; None where it is gone or damaged."""
-        data = self._read(self._file(digest, namespace), MOST_BYTES + self._codec.overhead)
-        return data if data is not None and hashlib.sha256(data).digest() == digest else None
+    def unpack_file(self, digest: FileDigest, packed: bytes) -> bytes | None:
+        """A file as it was sent; None where it is damaged, or was kept under another key."""
+        # It may be of a time before the folder was encrypted.
+        for data in (self._codec.decode(digest.hex(), packed), packed):
+            if data is not None and hashlib.sha256(data).digest() == digest:
+                return data
+        return None
 
     # Rows.
 
     def keep(self, namespace: str, identity: str, digest: FileDigest, encoded: EncodedFile) -> KnownFile:
         """Keep what an encoder made of a file. Rows first: an entry names none that are not there."""
         for medium in encoded.media:
+            # Also where another namespace has the same: nobody learns of it by the time that this takes.
             path = self._path("rows", medium.digest)
-            if not self._is_whole(path, medium.digest):
-                self._write(path, medium.pack())
-                self._add_rows(path)
+            before = path.stat().st_size if path.exists() else 0
+            self._write(path, medium.pack())
+            self._add_rows(path, before)
         pieces = [
             {"medium": piece.digest.hex(), "tokens": len(piece)} if isinstance(piece, Medium) else list(piece)
             for piece in encoded.pieces
@@ -179,32 +175,22 @@ class MediaStore:
         return medium
 
     def usage(self) -> MediaUsage:
-        files, rows = (list(self._sizes(kind)) for kind in ("files", "rows"))
-        return MediaUsage(
-            len(files), sum(size for _, size, _ in files), len(rows), sum(size for _, size, _ in rows)
-        )
+        rows = list(self._sizes("rows"))
+        return MediaUsage(len(rows), sum(size for _, size, _ in rows))
 
     def forget_rows(self) -> int:
-        """Delete all rows, and what says which file gave them. Files stay; how many media there were."""
+        """Delete all rows, and what says which file gave them. How many media there were."""
         rows = [path for path, _, _ in self._sizes("rows")]
         for path in [*rows, *(path for path, _, _ in self._sizes("encoded"))]:
             self._delete(path)
         self._row_bytes = None
         return len(rows)
 
-    def forget_file(self, digest: FileDigest, namespace: str = "") -> None:
-        self._delete(self._file(digest, namespace))
-
     # Inside.
 
     def _path(self, kind: str, digest: bytes) -> Path:
         name = self._codec.name(digest).hex()
         return self._folder / kind / name[:2] / name
-
-    def _file(self, digest: FileDigest, namespace: str) -> Path:
-        # Nobody reads the file of another by its digest, which whoever has the same file knows.
-        name = hashlib.sha256(namespace.encode() + b"\0" + digest).digest() if namespace else digest
-        return self._path("files", name)
 
     def _entry(self, namespace: str, identity: str, digest: FileDigest) -> Path:
         parts = [namespace.encode(), identity.encode(), digest]
@@ -251,13 +237,13 @@ class MediaStore:
                 status = path.stat()
                 yield path, status.st_size, status.st_mtime
 
-    def _add_rows(self, path: Path) -> None:
+    def _add_rows(self, path: Path, before: int) -> None:
         """Count rows that were written, and delete others where they are more than the budget."""
         with self._lock:
             if self._row_bytes is None:
                 self._row_bytes = sum(size for _, size, _ in self._sizes("rows"))
             else:
-                self._row_bytes += path.stat().st_size
+                self._row_bytes += path.stat().st_size - before
             if self._row_bytes <= self._budget:
                 return
             # A tenth more than needed, so that this is not done for every image.

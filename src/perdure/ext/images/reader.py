@@ -11,10 +11,11 @@ import threading
 
 from perdure import EngineDiedError, InvalidInputError, SessionError
 from perdure.ext.images.encoder import Encoder
+from perdure.ext.images.encoding_turns import EncodingTurns
 from perdure.ext.images.media import EncodedFile
 from perdure.ext.images.media_store import FileDigest, MediaStore, open_store
 from perdure.ext.images.projector import find_projector
-from perdure.spi.chat import Image
+from perdure.spi.chat import Image, ImageFiles
 from perdure.spi.runtime import Backend
 
 _REMEMBERED = 1024
@@ -23,39 +24,51 @@ _REMEMBERED = 1024
 class StoredImages:
     """Images of one runtime, whose rows are in its store. Safe from any thread."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, files: ImageFiles | None) -> None:
+        """`files` has those that sessions name."""
         self._backend = backend
+        self._files = files
         self._lock = threading.Lock()
-        self._encoding = threading.Lock()
-        """One file is encoded at a time."""
-        self._deadly: dict[FileDigest, None] = {}
-        """Files at which the encoder died, the latest last."""
+        self._turns = EncodingTurns()
+        self._deadly: dict[tuple[str, FileDigest], None] = {}
+        """Files at which the encoder died, by the namespace that sent them, the latest last."""
         self._store: MediaStore | None = None
         self._encoder: Encoder | None = None
 
     def tokens(self, image: Image, namespace: str) -> list[int]:
-        with self._lock:
-            store, encoder = self._opened()
+        store, encoder = self._opened()
         digest = FileDigest(bytes.fromhex(image.digest))
         known = store.find(namespace, encoder.identity, digest)
         if known is None:
-            with self._encoding:
+            with self._turns.take(namespace):
                 # Who has asked for the same file meanwhile finds its rows.
                 known = store.find(namespace, encoder.identity, digest)
                 if known is None:
-                    encoded = self._encode(encoder, digest, self._file(store, image, digest, namespace))
+                    encoded = self._encode(encoder, namespace, digest, self._file(image, digest, namespace))
                     known = store.keep(namespace, encoder.identity, digest, encoded)
         return known.tokens
 
     def keep(self, image: Image, namespace: str) -> None:
         """Have its file, for a session that names it."""
-        with self._lock:
-            store, _ = self._opened()
-        if image.data is not None:
-            store.keep_file(image.data, namespace)
+        if image.data is not None and self._files is not None and self.file(image.digest, namespace) is None:
+            store = self._stored()
+            packed = store.pack_file(FileDigest(bytes.fromhex(image.digest)), image.data)
+            self._files.keep_file(namespace, image.digest, packed)
 
-    def _file(self, store: MediaStore, image: Image, digest: FileDigest, namespace: str) -> bytes:
-        data = image.data if image.data is not None else store.file(digest, namespace)
+    def file(self, digest: str, namespace: str) -> bytes | None:
+        """The file of an image that sessions name, as it was sent."""
+        packed = self._files.file(namespace, digest) if self._files is not None else None
+        return packed and self._stored().unpack_file(FileDigest(bytes.fromhex(digest)), packed)
+
+    def count(self, image: Image, namespace: str) -> int:
+        """How many tokens an image takes in a prompt. One that was not encoded is judged by its header."""
+        store, encoder = self._opened()
+        digest = FileDigest(bytes.fromhex(image.digest))
+        known = store.find(namespace, encoder.identity, digest)
+        return len(known.tokens) if known is not None else encoder.count(self._file(image, digest, namespace))
+
+    def _file(self, image: Image, digest: FileDigest, namespace: str) -> bytes:
+        data = image.data if image.data is not None else self.file(image.digest, namespace)
         if data is None:
             raise SessionError(
                 f"the file of the image {image.digest[:12]}… is not in the store any more, and what was "
@@ -63,8 +76,8 @@ class StoredImages:
             )
         return data
 
-    def _encode(self, encoder: Encoder, digest: FileDigest, data: bytes) -> EncodedFile:
-        if digest in self._deadly:
+    def _encode(self, encoder: Encoder, namespace: str, digest: FileDigest, data: bytes) -> EncodedFile:
+        if (namespace, digest) in self._deadly:
             raise InvalidInputError(
                 "the encoder died at this image before, so it is not tried again: save it anew as PNG, and "
                 "send that"
@@ -72,14 +85,10 @@ class StoredImages:
         try:
             encoded = encoder.encode(data)
         except EngineDiedError:
-            self._deadly[digest] = None
+            self._deadly[namespace, digest] = None
             if len(self._deadly) > _REMEMBERED:
                 del self._deadly[next(iter(self._deadly))]
             raise
-        if any(medium.n_pos != len(medium) for medium in encoded.media):
-            raise InvalidInputError(
-                "images of this model have positions in two dimensions (M-RoPE), which cannot be read yet"
-            )
         return encoded
 
     @property
@@ -92,11 +101,23 @@ class StoredImages:
             if self._encoder is not None:
                 self._encoder.close()
 
+    def _stored(self) -> MediaStore:
+        with self._lock:
+            return self._opened_store()
+
     def _opened(self) -> tuple[MediaStore, Encoder]:
-        storage, model = self._backend.storage, self._backend.model.path
+        with self._lock:
+            return self._opened_store(), self._opened_encoder()
+
+    def _opened_store(self) -> MediaStore:
+        storage = self._backend.storage
         if self._store is None:
             assert storage.folder is not None
             self._store = open_store(storage.folder, storage.encryption)
+        return self._store
+
+    def _opened_encoder(self) -> Encoder:
+        model = self._backend.model.path
         if self._encoder is None:
             projector = find_projector(model) if model is not None and model.is_file() else None
             if model is None or projector is None:
@@ -105,4 +126,4 @@ class StoredImages:
                     "beside its file"
                 )
             self._encoder = Encoder(model, projector.path)
-        return self._store, self._encoder
+        return self._encoder

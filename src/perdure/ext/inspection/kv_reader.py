@@ -149,7 +149,7 @@ class KvReader:
         arrays = []
         for region, size in zip((place, layers + place), self._sizes, strict=True):
             kind, width = layout.regions[region]
-            at = layout.extension + sum(each for _, each in layout.regions[:region])
+            at = layout.place_bytes + sum(each for _, each in layout.regions[:region])
             numbers = floats(kind, np.ascontiguousarray(rows[:, at : at + width]).reshape(-1))
             arrays.append(numbers.reshape(len(rows), -1, size))
         return arrays[0], arrays[1]

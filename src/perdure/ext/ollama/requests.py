@@ -9,7 +9,7 @@ from pydantic import Field
 
 from perdure import InvalidInputError
 from perdure.spi.base import SEED_LIMIT, Option, is_number, options_of_replies
-from perdure.spi.chat import Image
+from perdure.spi.chat import Image, parse_messages
 from perdure.spi.server import (
     AppState,
     Items,
@@ -22,7 +22,6 @@ from perdure.spi.server import (
     invalid,
     option_value,
     parse_duration,
-    readable_messages,
 )
 
 _SAMPLING = {
@@ -160,7 +159,7 @@ def chat_request(body: OllamaChatRequest, app_state: AppState) -> tuple[ReplyReq
     if body.messages and body.messages[-1].is_begun:
         options["continue_final_message"] = True
     return ReplyRequest(
-        messages=readable_messages((message.plain for message in body.messages), app_state),
+        messages=parse_messages(message.plain for message in body.messages),
         options=options,
         place=body.perdure.place if body.perdure is not None else None,
         stores=body.stores,
@@ -179,7 +178,7 @@ def generate_request(body: GenerateRequest, app_state: AppState) -> tuple[ReplyR
     messages.append({"role": "user", "content": [*_images(body.images or (), "images"), body.prompt]})
     place = body.perdure.place if body.perdure is not None else None
     request = ReplyRequest(
-        messages=readable_messages(messages, app_state), options=options, place=place, stores=body.stores
+        messages=parse_messages(messages), options=options, place=place, stores=body.stores
     )
     return request, notes
 

@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from perdure import Message, ToolCall
-from perdure.spi.server import invalid, unreadable
+from perdure import Image, Message, ToolCall
+from perdure.spi.server import KEPT, image_of_url, invalid, unreadable
 
 Item = dict[str, Any]
 Decrypt = Callable[[str], str | None]
 FindItems = Callable[[str], Sequence[Item]]
 """The items that an id stands for."""
 
-_UNREADABLE = {"input_image": "images", "input_file": "files", "input_audio": "audio", "input_video": "video"}
+_UNREADABLE = {"input_file": "files", "input_audio": "audio", "input_video": "video"}
 _ROLES = ("user", "system", "developer", "assistant")
 
 
@@ -62,7 +62,7 @@ def messages_of(items: Sequence[Any], decrypt: Decrypt, find_items: FindItems) -
             role = item.get("role")
             if role not in _ROLES:
                 raise invalid(f"{where}.role", f"one of {', '.join(_ROLES)}, got {role!r}")
-            made.append(Message(role=role, content=content_text(item.get("content"), f"{where}.content")))
+            made.append(_said(role, item.get("content"), f"{where}.content"))
         elif kind == "reasoning":
             if assistant.texts or assistant.calls:
                 close()
@@ -77,8 +77,8 @@ def messages_of(items: Sequence[Any], decrypt: Decrypt, find_items: FindItems) -
             assistant.calls.append(_call(item, kind, where))
         elif kind in ("function_call_output", "custom_tool_call_output"):
             close()
-            text = content_text(item.get("output"), f"{where}.output")
-            made.append(Message(role="tool", content=text, tool_call_id=_text(item, "call_id", where)))
+            call_id = _text(item, "call_id", where)
+            made.append(_said("tool", item.get("output"), f"{where}.output", tool_call_id=call_id))
     close()
     return made
 
@@ -94,6 +94,26 @@ def _resolved(items: Sequence[Any], find_items: FindItems) -> Iterator[tuple[str
                 yield where, each
         else:
             yield where, item
+
+
+def _said(role: str, content: Any, where: str, **fields: str) -> Message:
+    """A message of a user or a tool, with the images in it."""
+    parts = content if isinstance(content, list) else []
+    images = [isinstance(part, Mapping) and part.get("type") == "input_image" for part in parts]
+    if not any(images):
+        text = content_text(content, where)
+        return Message(role=role, content=text, tool_call_id=fields.get("tool_call_id"))
+    said = [
+        _image(part, f"{where}.{at}") if is_image else content_text([part], f"{where}.{at}")
+        for at, (part, is_image) in enumerate(zip(parts, images, strict=True))
+    ]
+    return Message.parse({"role": role, "content": said, **fields}, where)
+
+
+def _image(part: Mapping[str, Any], where: str) -> Image:
+    if part.get("image_url") is None and part.get("file_id") is not None:
+        raise unreadable(where, "files by their ids")
+    return image_of_url(part.get("image_url"), where)
 
 
 def content_text(content: Any, where: str) -> str:
@@ -227,6 +247,33 @@ def custom_input(arguments: str) -> str:
     return text if isinstance(text, str) else arguments
 
 
+def with_kept_images(items: Any) -> Any:
+    """Items as they are stored: their images by the digests of files that are in the store."""
+    if isinstance(items, list):
+        return [with_kept_images(item) for item in items]
+    if not isinstance(items, Mapping):
+        return items
+    if items.get("type") == "input_image" and isinstance(items.get("image_url"), str):
+        return {**items, "image_url": KEPT + image_of_url(items["image_url"], "input").digest}
+    return {
+        name: with_kept_images(items[name]) if name in ("content", "output") else items[name]
+        for name in items
+    }
+
+
+def _content_parts(message: Message) -> list[Item]:
+    """The texts and images of a message."""
+    text, parts, at = message.content or "", list[Item](), 0
+    for place, image in message.images:
+        if place > at:
+            parts.append({"type": "input_text", "text": text[at:place]})
+        parts.append({"type": "input_image", "image_url": KEPT + image.digest, "detail": "auto"})
+        at = place
+    if text[at:] or not parts:
+        parts.append({"type": "input_text", "text": text[at:]})
+    return parts
+
+
 def said_items(messages: Sequence[Message], owner: str) -> list[Item]:
     """Messages as items, with ids by their places."""
     items: list[Item] = []
@@ -239,7 +286,7 @@ def said_items(messages: Sequence[Message], owner: str) -> list[Item]:
                     "type": "function_call_output",
                     "status": "completed",
                     "call_id": message.tool_call_id or "",
-                    "output": message.content or "",
+                    "output": _content_parts(message) if message.images else message.content or "",
                 }
             )
             continue
@@ -255,7 +302,7 @@ def said_items(messages: Sequence[Message], owner: str) -> list[Item]:
                 "type": "message",
                 "role": message.role,
                 "status": "completed",
-                "content": [{"type": "input_text", "text": message.content or ""}],
+                "content": _content_parts(message),
             }
         )
     return items

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +22,7 @@ from perdure.ext.responses.items import (
     new_conversation_id,
     new_response_id,
     owner_of,
+    with_kept_images,
 )
 from perdure.ext.responses.requests import (
     PromptRequest,
@@ -102,13 +104,19 @@ class Responses:
         """A new response, written down before anybody hears of it."""
         before, turn = self._before(body), self._fork_turn(body)
         # Read once before anything is written: what is wrong with it is said now.
-        self._read(body)
+        for message in itertools.chain(*self._read(body)):
+            for _, image in message.images:
+                self._app_state.runtime.chat_format.keep_image(image, self._namespace)
+        request = body.model_dump(mode="json", exclude_none=True, by_alias=True)
+        request |= {
+            name: with_kept_images(request[name]) for name in ("input", "instructions") & request.keys()
+        }
         response_id = new_response_id()
         defaults = self._app_state.server.defaults
         seed = {**defaults.sampling, **body.sampling}.get("seed")
         about = {
             "how": RESPONSE,
-            "request": body.model_dump(mode="json", exclude_none=True, by_alias=True),
+            "request": request,
             "seed": seed if seed is not None else draw_seed(),
             # Those of now: the settings may change before the reply is made again.
             "defaults": defaults.to_json(),

@@ -159,6 +159,8 @@ class SaidMessage(ResponseSchema):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
+    images: list[tuple[int, str]] | None = None
+    """Those in the content, each with the number of characters before it and its SHA-256, in hex."""
 
     @classmethod
     def of(cls, message: Message) -> SaidMessage:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import Field
 
 from perdure.chat.difference import Miss
-from perdure.chat.message import Message
+from perdure.chat.message import Message, parse_messages
 from perdure.chat.options import RESERVED
 from perdure.chat.reply import CallDelta, ChatDelta, ChatReply
 from perdure.decode.request import FinishReason, KeptPrefix, TokenLogprob
@@ -28,7 +28,7 @@ from perdure.server.core.schemas import (
     refuse_fields,
 )
 from perdure.server.core.settings import ReplyDefaults
-from perdure.server.protocols.image_input import image_of_url, readable_messages
+from perdure.server.protocols.image_input import image_of_url
 from perdure.server.protocols.naming_fields import NamingFields
 from perdure.server.protocols.openai import (
     AnswerHead,
@@ -284,7 +284,7 @@ def parsed(messages: Sequence[ChatMessage], app_state: AppState) -> tuple[Messag
             if isinstance(part, OtherPart):
                 where = f"messages.{at}.content.{place}"
                 raise unreadable(where, _UNREADABLE[part.type])
-    return readable_messages((message.plain for message in messages), app_state)
+    return parse_messages(message.plain for message in messages)
 
 
 def _marks(body: ChatRequest) -> list[KeptPrefix]:

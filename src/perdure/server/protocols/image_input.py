@@ -1,24 +1,25 @@
 """Images in requests: base64, or a data: URL. What lies behind other URLs is never fetched.
 
-A server with keys takes none: the files count for no limit of a key, and outlast its sessions.
-"""
+sha256:1f3a…    the image of that digest, which a session of the caller names"""
 
 from __future__ import annotations
 
 import base64
 import binascii
 import re
-from collections.abc import Iterable
 
-from perdure.chat.message import Image, Message, parse_messages
+from perdure.chat.message import Image
 from perdure.server.core.api_error import invalid
-from perdure.server.core.app_state import AppState
 
+KEPT = "sha256:"
+"""Before the digest of a file that is in the store, in hex."""
 _DATA_URL = re.compile(r"data:(image/[\w.+-]+)?(;[\w=.+-]+)*;base64,", re.IGNORECASE)
 
 
 def image_of_url(url: object, where: str) -> Image:
-    """The image in a data: URL."""
+    """The image in a data: URL, or one in a session of the caller: its file is in the store."""
+    if isinstance(url, str) and url.startswith(KEPT):
+        return Image.kept(url[len(KEPT) :], where)
     if not isinstance(url, str) or not (head := _DATA_URL.match(url[:200])):
         raise invalid(
             where,
@@ -36,15 +37,3 @@ def image_of_base64(data: object, where: str) -> Image:
     except (binascii.Error, ValueError):
         pass
     raise invalid(where, "an image in base64", code="invalid_image")
-
-
-def readable_messages(messages: Iterable[object], app_state: AppState) -> tuple[Message, ...]:
-    """Messages of a request, if this server reads all that is in them."""
-    parsed = parse_messages(messages)
-    if app_state.server.keys.required and any(message.images for message in parsed):
-        raise invalid(
-            "messages",
-            "a server with keys reads no images yet: their files would count for no limit of a key",
-            code="unsupported_content",
-        )
-    return parsed

@@ -6,6 +6,7 @@
     add move note delete head           a change of one session; where it stands
     read start page nbytes tree         its turns, each proved by its digest
     label memories locate forget        labelled turns
+    keep_file file                      images that turns name
     take release                        one turn at a time, over all processes
     limit sizes                         what a namespace may store, and what it stores
     transfers close
@@ -210,6 +211,17 @@ class SessionStore(Protocol):
     def tree(self, session: SessionInfo, *, limit: int, after: str | None = None) -> Tree:
         """The tree that a session is a branch of: up to `limit` turns, behind the one with the id `after`.
         Sessions and memories come with the first of them."""
+        ...
+
+    # Files that turns name: the images of messages, as they were sent. One goes with the last turn that names
+    # it, and counts in what its namespace stores.
+
+    def keep_file(self, namespace: str, digest: str, data: bytes) -> None:
+        """Have a file, before a turn names it by its SHA-256 in hex. `data` may be encrypted."""
+        ...
+
+    def file(self, namespace: str, digest: str) -> bytes | None:
+        """What `keep_file` was given; None where it is gone or damaged."""
         ...
 
     # Memories.

@@ -51,7 +51,12 @@ class StateLayout:
     @property
     def row_bytes(self) -> int:
         """The bytes that belong to one token."""
-        return self.extension + sum(size for _, size in self.regions)
+        return self.place_bytes + sum(size for _, size in self.regions)
+
+    @property
+    def place_bytes(self) -> int:
+        """Of them, what says where the token is: its position and the extension, where there is one."""
+        return 4 + self.extension if self.extension else 0
 
     @property
     def cell_bytes(self) -> int:
@@ -60,10 +65,11 @@ class StateLayout:
     def size(self, length: int) -> int:
         """The bytes of this part for `length` tokens, with its opening."""
         head = 8 + 4 + 4 * self.streams + 8 + len(self.figures)
-        return head + length * (self.cell_bytes + self.row_bytes - self.extension) + 12 * len(self.regions)
+        return head + length * (self.cell_bytes + self.row_bytes - self.place_bytes) + 12 * len(self.regions)
 
     def rows(self, state: Bytes) -> StateRows | None:
-        """The rows of `state`, or None where its cells are not just the positions from 0 on."""
+        """The rows of `state`, or None where its cells are not just the positions from 0 on. With an
+        extension two cells may have one position in time: their order is then by time, row and column."""
         cells, at = self._cells(state)
         if cells is None:
             return None
@@ -71,11 +77,21 @@ class StateLayout:
         at += 8 + len(self.figures)
         positions = np.ascontiguousarray(cells[:, :4]).view("<i4").reshape(-1)
         order = None
+        if self.extension:
+            places = np.concatenate([cells[:, :4], cells[:, 8 : 8 + self.extension]], axis=1)
+            time, column, row = places[:, :12].view("<i4").astype(np.int64).T
+            if not _rises(time, row, column):
+                order = np.lexsort((column, row, time))
+                if not _rises(time[order], row[order], column[order]):
+                    return None
+            if time.min():
+                return None
+            return StateRows(places, self._runs(state, at, counts), order)
         if not np.array_equal(positions, np.arange(counts)):
             order = np.argsort(positions)
             if not np.array_equal(positions[order], np.arange(counts)):
                 return None
-        return StateRows(cells[:, 8 : 8 + self.extension], self._runs(state, at, counts), order)
+        return StateRows(cells[:, :0], self._runs(state, at, counts), order)
 
     def build(self, seq: int, pieces: Sequence[Bytes], tail_state: Bytes | None, out: Bytes) -> Bytes:
         """The state of `seq` with the rows of `pieces`, in the front of `out`."""
@@ -106,8 +122,10 @@ class StateLayout:
         def place(number: int) -> None:
             piece, last = pieces[number], ends[number]
             first = last - len(piece)
-            cells[first:last, 8 : 8 + self.extension] = piece[:, : self.extension]
-            for run, columns in zip(runs, _columns(piece, self.extension, runs), strict=True):
+            if self.extension:
+                cells[first:last, :4] = piece[:, :4]
+                cells[first:last, 8 : 8 + self.extension] = piece[:, 4 : self.place_bytes]
+            for run, columns in zip(runs, _columns(piece, self.place_bytes, runs), strict=True):
                 run[:, first:last] = columns.T
 
         for _ in spread(place, range(len(pieces)), state.nbytes):
@@ -158,26 +176,27 @@ class StateLayout:
 class StateRows:
     """The rows of one state, over its bytes: cut what you need before those change."""
 
-    def __init__(self, extensions: Bytes, runs: Sequence[Rows], order: NDArray[np.intp] | None) -> None:
-        self._extensions = extensions
+    def __init__(self, places: Bytes, runs: Sequence[Rows], order: NDArray[np.intp] | None) -> None:
+        """`places` are the positions and extensions of the cells, where the layout has any."""
+        self._places = places
         self._runs = runs
         self._order = order
-        self.row_bytes = extensions.shape[1] + sum(len(run) * run.itemsize for run in runs)
+        self.row_bytes = places.shape[1] + sum(len(run) * run.itemsize for run in runs)
 
     def __len__(self) -> int:
-        return len(self._extensions)
+        return len(self._places)
 
     def as_stored(self) -> StateRows:
         """The same rows in the order in which their cells lie."""
-        return StateRows(self._extensions, self._runs, None)
+        return StateRows(self._places, self._runs, None)
 
     def cut(self, start: int, stop: int) -> Bytes:
         """The rows of tokens `start` to `stop`, one a token, in an array of their own."""
         out = np.empty((stop - start, self.row_bytes), np.uint8)
         which = slice(start, stop) if self._order is None else self._order[start:stop]
-        extension = self._extensions.shape[1]
-        out[:, :extension] = self._extensions[which]
-        for run, columns in zip(self._runs, _columns(out, extension, self._runs), strict=True):
+        width = self._places.shape[1]
+        out[:, :width] = self._places[which]
+        for run, columns in zip(self._runs, _columns(out, width, self._runs), strict=True):
             columns[...] = run[:, which].T
         return out
 
@@ -210,6 +229,16 @@ def window(tail_state: Bytes, streams: int) -> tuple[StateLayout, int, StateRows
         runs = layout._runs(tail_state, at + 8 + len(layout.figures), len(cells))
         return layout, int(positions.min()), StateRows(cells[:, 8 : 8 + extension], runs, order)
     return None
+
+
+def _rises(*numbers: NDArray[np.int64]) -> bool:
+    """Whether each tuple of these numbers is larger than the one before it."""
+    larger, equal = np.zeros(len(numbers[0]) - 1, np.bool_), np.ones(len(numbers[0]) - 1, np.bool_)
+    for each in numbers:
+        steps = np.diff(each)
+        larger |= equal & (steps > 0)
+        equal &= steps == 0
+    return bool(larger.all())
 
 
 def _read(body: Bytes, seq: int, streams: int, extension: int, figures: int) -> StateLayout | None:

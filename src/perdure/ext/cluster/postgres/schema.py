@@ -189,7 +189,27 @@ MIGRATIONS = (
         CREATE INDEX session_latest ON session (namespace, updated, number);
         CREATE INDEX session_all ON session (updated, number);
         DELETE FROM usage;
-        INSERT INTO usage {DIALECT.usage}
+        INSERT INTO usage {DIALECT.usage_without_files}
+        """,
+    ),
+    SchemaMigration(
+        "files that turns name",
+        """
+        CREATE TABLE file (
+            number BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+            namespace TEXT COLLATE "C" NOT NULL,
+            digest TEXT COLLATE "C" NOT NULL,
+            data BYTEA NOT NULL,
+            checksum BYTEA NOT NULL,
+            created DOUBLE PRECISION NOT NULL,
+            UNIQUE (namespace, digest)
+        );
+        CREATE TABLE turn_file (
+            turn BIGINT NOT NULL REFERENCES turn (number),
+            file BIGINT NOT NULL REFERENCES file (number),
+            PRIMARY KEY (turn, file)
+        );
+        CREATE INDEX turn_file_file ON turn_file (file)
         """,
     ),
 )

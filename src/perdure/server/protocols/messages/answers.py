@@ -10,7 +10,7 @@ from typing import Any, Literal
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from perdure.chat.message import Message
+from perdure.chat.message import Message, parse_messages
 from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.errors import ContextOverflow
 from perdure.server.core.api_error import ApiError
@@ -29,7 +29,6 @@ from perdure.server.core.protocol import (
 from perdure.server.core.schemas import ResponseSchema, errors, refuse_fields, streamed
 from perdure.server.core.visit import Caller
 from perdure.server.protocols.chat import ExtensionAnswer, extension
-from perdure.server.protocols.image_input import readable_messages
 from perdure.server.protocols.messages.requests import (
     FIVE_MINUTES,
     HOUR,
@@ -399,7 +398,7 @@ async def count_tokens(body: CountRequest, app_state: AppStateDep, caller: Calle
 
 def _count(body: CountRequest, app_state: AppState, namespace: str) -> CountAnswer:
     said = InnerMessages(body, app_state, namespace).messages
-    messages, options = readable_messages(said, app_state), prompt_options(body)
+    messages, options = parse_messages(said), prompt_options(body)
     try:
         return CountAnswer(
             input_tokens=app_state.runtime.count_chat(messages, namespace=namespace, **options)

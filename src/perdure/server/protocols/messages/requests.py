@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from perdure.chat.message import Image
+from perdure.chat.message import Image, parse_messages
 from perdure.decode.request import KeptPrefix
 from perdure.server.core.api_error import invalid, unreadable
 from perdure.server.core.app_state import AppState
 from perdure.server.core.schemas import Items, RequestSchema, SamplingSchema
-from perdure.server.protocols.image_input import image_of_base64, image_of_url, readable_messages
+from perdure.server.protocols.image_input import image_of_base64, image_of_url
 from perdure.server.protocols.naming_fields import NamingFields
 from perdure.server.protocols.reply_request import ReplyRequest, SessionExtension, extend
 
@@ -136,7 +136,7 @@ def reply_request(body: MessagesRequest, app_state: AppState, namespace: str) ->
     if conversation.marks:
         options["cache_marks"] = conversation.cache_marks
     return ReplyRequest(
-        messages=readable_messages(conversation.messages, app_state),
+        messages=parse_messages(conversation.messages),
         options=app_state.server.defaults.fill(options),
         place=body.perdure.place if body.perdure is not None else None,
         stores=body.stores,

@@ -67,6 +67,7 @@ COUNTED = {
     "session": ("namespace", "name", "kind", "settings", "origin"),
     "record": ("namespace", "name", "kind", "settings", "origin"),
     "memory": ("namespace", "session", "label", "kind", "note"),
+    "file": ("namespace", "digest", "data"),
 }
 """The columns of each table whose length a client has a say in. The rest of a row is of a fixed length."""
 ROW_BYTES = 256
@@ -108,7 +109,16 @@ class Dialect:
     @property
     def usage(self) -> str:
         """What each namespace stores: sessions and records, and bytes of their rows, of those of its
-        memories, and of the turns that they lead to."""
+        memories and files, and of the turns that they lead to."""
+        files = f"UNION ALL SELECT namespace, 0, {self.row_bytes('file')} FROM file"
+        return self._counting(files)
+
+    @property
+    def usage_without_files(self) -> str:
+        """The same, for migrations of a version that had none."""
+        return self._counting("")
+
+    def _counting(self, more: str) -> str:
         return f"""
     WITH RECURSIVE up (namespace, number) AS (
         SELECT namespace, head FROM session UNION SELECT namespace, turn FROM memory
@@ -121,6 +131,7 @@ class Dialect:
         UNION ALL SELECT namespace, 0, {self.row_bytes("memory")} FROM memory
         UNION ALL SELECT up.namespace, 0, {self.row_bytes("turn")}
         FROM up JOIN turn ON turn.number = up.number
+        {more}
     )
     SELECT namespace, sum(sessions), sum(nbytes) FROM counted GROUP BY namespace
 """

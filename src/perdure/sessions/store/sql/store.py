@@ -20,6 +20,7 @@ from perdure.sessions.history import TurnPage, TurnReference
 from perdure.sessions.info import Record, SessionInfo, SessionMemory, Tree
 from perdure.sessions.store.base import PENDING, RESPONSE, NamespaceSize, Noted, Quota
 from perdure.sessions.store.sql.database import Check, Database, Dialect, Numbers
+from perdure.sessions.store.sql.files import FileTable
 from perdure.sessions.store.sql.tables import (
     ADVICE,
     INSERT_SESSION,
@@ -76,6 +77,7 @@ class SqlStore:
         self._turns = TurnTable(database, dialect, numbers)
         self._memories = MemoryTable(database, dialect, numbers)
         self._usage = UsageTable(database, dialect)
+        self._turn_files = FileTable(database, self._usage)
         self._searching: dict[str | None, threading.Lock] = {}
 
     @property
@@ -328,6 +330,17 @@ class SqlStore:
         head, pending = rows[0]
         return int(head), pending is not None
 
+    # Files.
+
+    def keep_file(self, namespace: str, digest: str, data: bytes) -> None:
+        """Have a file that turns are about to name, durable when this returns."""
+        with self._writing(namespace):
+            self._turn_files.keep(namespace, digest, data)
+
+    def file(self, namespace: str, digest: str) -> bytes | None:
+        """The bytes of a file; None where it is gone or damaged."""
+        return self._turn_files.read(namespace, digest)
+
     # Turns.
 
     def read(self, reference: TurnReference, count: int, name: str) -> TurnPage:
@@ -494,6 +507,7 @@ class SqlStore:
         """Raise unless the numbers given out, and what each namespace stores, are what was written."""
         self._numbers.check()
         self._usage.check()
+        self._turn_files.check()
 
     # Inside.
 
@@ -552,15 +566,21 @@ class SqlStore:
         self._settle(session, row)
         self._usage.remove(session.namespace, table, session.number)
         self._db.run(f"DELETE FROM {table} WHERE number = ?", session.number)
+        if table == "record":
+            self._turn_files.unpend(session.namespace, row[SESSION_COLUMNS.index("origin")])
         self._prune(session.namespace, row[_HEAD])
 
     def _settle(self, session: Record, row: Sequence[Any], *, kept: bool = False) -> None:
         """Forget the pending turn of a session, if its row (`_standing`) names one. Of one whose words are
         `kept` nothing has to be erased."""
         if (number := row[-1]) is not None:
-            delete = self._db.replace if kept else self._db.run
             self._usage.remove(session.namespace, "record", number)
-            delete("DELETE FROM record WHERE number = ?", number)
+            if kept:
+                self._db.replace("DELETE FROM record WHERE number = ?", number)
+                return
+            [(origin,)] = self._db.rows("SELECT origin FROM record WHERE number = ?", number)
+            self._db.run("DELETE FROM record WHERE number = ?", number)
+            self._turn_files.unpend(session.namespace, origin)
 
     def _forget(self, namespace: str, memory: int) -> None:
         """Delete the memory of that number. What it led to may be pruned then."""
@@ -596,6 +616,7 @@ class SqlStore:
     def _add_turn(self, namespace: str, at: TurnReference | None, turn: Turn) -> TurnReference:
         added = self._turns.add(at, turn)
         self._usage.add(namespace, "turn", added.head)
+        self._turn_files.name(namespace, added.head, turn)
         return added
 
     def _page(
@@ -649,9 +670,11 @@ class SqlStore:
 
     def _prune(self, namespace: str, turn: int | None) -> None:
         """Delete a turn that nothing leads to any more, and then what led only to it."""
+        files: set[int] = set()
         while turn is not None:
             unneeded = self._db.rows(
-                "SELECT t.parent FROM turn t WHERE t.number = ?"
+                "SELECT t.parent, EXISTS (SELECT 1 FROM turn_file WHERE turn = t.number) FROM turn t"
+                " WHERE t.number = ?"
                 " AND NOT EXISTS (SELECT 1 FROM turn WHERE parent = ?)"
                 " AND NOT EXISTS (SELECT 1 FROM session WHERE head = ?)"
                 " AND NOT EXISTS (SELECT 1 FROM record WHERE head = ?)"
@@ -659,9 +682,14 @@ class SqlStore:
                 *(turn,) * 5,
             )
             if not unneeded:
-                return
+                break
             # What leads to it must not have been missed.
             self._check.wait()
             self._usage.remove(namespace, "turn", turn)
+            [(parent, names_files)] = unneeded
+            if names_files:
+                files.update(self._turn_files.unname(turn))
             self._db.run("DELETE FROM turn WHERE number = ?", turn)
-            [(turn,)] = unneeded
+            turn = parent
+        if files:
+            self._turn_files.drop_unnamed(namespace, sorted(files))

@@ -177,7 +177,25 @@ MIGRATIONS: Sequence[str] = (
     CREATE INDEX session_latest ON session (namespace, updated, number);
     CREATE INDEX session_all ON session (updated, number);
     DELETE FROM usage;
-    INSERT INTO usage {USAGE}
+    INSERT INTO usage {DIALECT.usage_without_files}
+    """,
+    # Files that turns name: images.
+    """
+    CREATE TABLE file (
+        number INTEGER PRIMARY KEY,
+        namespace TEXT NOT NULL,
+        digest TEXT NOT NULL,
+        data BLOB NOT NULL,
+        checksum BLOB NOT NULL,
+        created REAL NOT NULL,
+        UNIQUE (namespace, digest)
+    );
+    CREATE TABLE turn_file (
+        turn INTEGER NOT NULL REFERENCES turn (number),
+        file INTEGER NOT NULL REFERENCES file (number),
+        PRIMARY KEY (turn, file)
+    ) WITHOUT ROWID;
+    CREATE INDEX turn_file_file ON turn_file (file)
     """,
 )
 
