@@ -1,6 +1,6 @@
 """Everything read from outside has a bound before it is read (class 4): files, streams, what children print,
 what is unpacked. `perdure.atomic` has the ways to do so: `read_file`, `read_text`, `read_stream`,
-`read_lines`; `models/wheel.py` has `open_tar` and `open_zip`. Or a size is given to `read`."""
+`read_lines`; `models/fetching/wheel.py` has `open_tar` and `open_zip`. Or a size is given to `read`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from perdure.atomic import (
     read_text,
 )
 from perdure.errors import PerdureError, TooLargeError
-from perdure.models.wheel import open_tar, open_zip
+from perdure.models.fetching.wheel import open_tar, open_zip
 
 SOURCE = Path(perdure.__file__).parent
 

@@ -139,6 +139,7 @@ PLANTED = {
     "perdure-ctrl-c": (HERE, "test_the_thread_that_waits_for_ctrl_c"),
     "perdure-encoder": (HERE, "test_a_timer_that_fails_says_so"),
     "perdure-engine": (HERE, "test_ready_says_which_threads_failed_and_refuses_where_the_engine_did"),
+    "perdure-gpu-reader": (HERE, "test_a_timer_that_fails_says_so"),
     "perdure-grammar": (HERE, "test_a_timer_that_fails_says_so"),
     "perdure-keys": (HERE, "test_the_keys_of_a_database"),
     "perdure-leases": ("ext/cluster/test_postgres.py", "test_leases_are_renewed_by_a_thread_that_goes_on"),

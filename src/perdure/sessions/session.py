@@ -49,7 +49,7 @@ from perdure.errors import (
 from perdure.extension import part
 from perdure.sessions.history import History, TurnReference
 from perdure.sessions.info import NOTE_CHARACTERS, SessionInfo, SessionMemory
-from perdure.sessions.pending_record import PendingInfo, PendingTurns
+from perdure.sessions.pending_record import PendingTurns
 from perdure.sessions.pending_turn import PendingTurn, TurnExtra
 from perdure.sessions.session_view import SessionView, StoreHost, count_turns
 from perdure.sessions.store.base import RESPONSE
@@ -57,6 +57,7 @@ from perdure.sessions.turn import Said, Turn, added, portable_settings, said_mes
 
 if TYPE_CHECKING:
     from perdure.sessions.fold import FoldPlan, TurnStream
+    from perdure.sessions.pending_info import PendingInfo
 
 Settling = Literal["keep", "discard"]
 """What becomes of a pending turn when something else is said: a turn that was cancelled, or nothing."""
@@ -87,6 +88,7 @@ class Host(StoreHost, Protocol):
     ) -> Session: ...
     @property
     def pending(self) -> PendingTurns: ...
+    def file(self, namespace: str, digest: str) -> bytes | None: ...
     def remove(self, session: Session) -> None: ...
     def write_behind(
         self, tokens: Sequence[int], namespace: str, saved: int, *, adapters: Mapping[str, float] | None
@@ -328,6 +330,8 @@ class Session(SessionView):
             now, record = self._pending, self._host.store.pending(self._info)
             if record is None or (now is not None and now.is_cancelled and now.writes(record)):
                 return None
+            from perdure.sessions.pending_info import PendingInfo
+
             if now is None or not now.writes(record):
                 return PendingInfo.of(record, running=now is not None and now.is_running)
             return PendingInfo.of(self._host.pending.latest(record, now), running=now.is_running)
