@@ -59,6 +59,12 @@ class Readable(Protocol):
     def read(self, size: int, /) -> bytes: ...
 
 
+class Lines(Protocol):
+    """The same, line by line."""
+
+    def readline(self, size: int, /) -> bytes: ...
+
+
 def read_file(path: Path, limit: int, *, links: bool = True, regular: bool = True) -> bytes:
     """All bytes of a file; `TooLargeError`, and nothing read, where it has more than `limit`.
 
@@ -94,6 +100,14 @@ def read_stream(source: Readable, limit: int, name: str, *, size: int = 0) -> by
     if not left:
         raise TooLargeError(f"{name} has more than the {limit} bytes that are read of it", limit=limit)
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def read_lines(source: Lines, limit: int, name: str) -> Iterator[bytes]:
+    """Each line, as it comes; `TooLargeError` at one of more than `limit` bytes."""
+    while line := source.readline(limit + 1):
+        if len(line) > limit:
+            raise TooLargeError(f"a line of {name} has more than {limit} bytes", limit=limit)
+        yield line
 
 
 def check_size(size: int, limit: int, name: str) -> None:

@@ -44,6 +44,7 @@ PerdureError
 └── ModelError               a model could not be found or fetched
     ├── ModelNotFoundError       no such name or file
     ├── ModelFileError           the file is not a whole GGUF model
+    │   └── DeadlyFileError          … or ended the process that loaded it before
     └── FetchError               the download failed (what was fetched is kept for the next try)
 """
 
@@ -296,6 +297,10 @@ class ModelNotFoundError(ModelError):
 
 class ModelFileError(ModelError):
     """The file is not a whole GGUF model."""
+
+
+class DeadlyFileError(ModelFileError):
+    """The file ended the process that loaded it before, and is not loaded the same way again."""
 
 
 class FetchError(ModelError):

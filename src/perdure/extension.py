@@ -62,6 +62,8 @@ class Extension:
     """Values of the server's `Protocol`."""
     routes: tuple[str, ...] = ()
     """Values of FastAPI's `APIRouter`."""
+    uploads: tuple[str, ...] = ()
+    """Paths of its routes whose body is a file, which `receive_file` reads."""
     page_routes: tuple[str, ...] = ()
     """The same, for documents of the page: not there under `serve --no-page`."""
     prompt_rules: tuple[str, ...] = ()
@@ -151,6 +153,12 @@ def part(name: str, extension: str) -> Any:
     if reference is None:
         raise InvalidInputError(f"{name} needs perdure's extension {extension!r}, which is not installed")
     return imported(reference)
+
+
+def optional_part(name: str) -> Any | None:
+    """The same, or None where no extension brings it."""
+    reference = by_name("parts").get(name)
+    return None if reference is None else imported(reference)
 
 
 def by_name(kind: str) -> Mapping[str, str]:

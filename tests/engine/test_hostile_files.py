@@ -19,7 +19,7 @@ from perdure import Model
 from perdure.errors import ModelFileError
 
 TESTS = Path(__file__).parents[1]
-MODELS = ["llama", "qwen3", "gemma3", "mamba"]
+MODELS = ["llama", "qwen3", "gemma3", "mamba", "qwen35-mtp", "mimo2-mtp"]
 PATIENCE = 100
 FILES = [*MODELS, "llama-lora"]
 
@@ -81,13 +81,13 @@ def test_no_damaged_header_ends_the_process_for_long_b3_i2(
     check(name, 5000, zoo_path, tmp_path)
 
 
-@pytest.mark.parametrize(("name", "turned"), [("qwen3", 16), ("qwen3", 0), ("gemma3", 0)])
+@pytest.mark.parametrize(("name", "turned"), [("qwen3", 16), ("qwen3", 0), ("gemma3", 0), ("qwen35-mtp", 0)])
 def test_a_head_that_the_library_cannot_rotate_is_refused_b3(
     name: str, turned: int, zoo_path: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """B3: the library aborts over the first, and never comes back from the last."""
     data = bytearray(zoo_path(name).read_bytes())
-    key = f"{name}.rope.dimension_count".encode()
+    key = f"{name.removesuffix('-mtp')}.rope.dimension_count".encode()
     at = data.index(key) + len(key) + 4
     data[at : at + 4] = turned.to_bytes(4, "little")
     path = tmp_path / "damaged.gguf"

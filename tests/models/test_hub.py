@@ -15,7 +15,7 @@ import pytest
 import gguf_bytes as g
 from perdure.errors import FetchError, ModelError, ModelNotFoundError
 from perdure.models import HubSource, entries, remove, resolve
-from perdure.models.hub import candidates, fetch_hub, hub_place
+from perdure.models.fetching.hub import candidates, fetch_hub, hub_place
 from serving import Page, Site, put_repo, refusal, site
 
 MODEL = g.tiny(data=random.Random(3).randbytes(1_000_000))
@@ -201,6 +201,30 @@ def test_what_was_fetched_is_listed_once_and_removed_whole(
     assert [entry.name for entry in entries() if entry.source == "hub"] == names[1:]
     remove(names[1])
     assert not (tmp_path / "models" / "hub").exists()
+
+
+def test_a_projector_comes_with_its_model_and_goes_with_the_last_one(
+    here: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PERDURE_HOME", str(tmp_path))
+    put_repo(
+        here,
+        "me/seeing",
+        {
+            "seeing-Q4_K_M.gguf": MODEL,
+            "seeing-Q8_0.gguf": OTHER,
+            "mmproj-seeing-bf16.gguf": g.tiny([g.text("general.license", "bf16")]),
+            "mmproj-seeing-f16.gguf": g.tiny([g.text("general.license", "f16")]),
+        },
+    )
+    path = fetch(here, "me/seeing:Q8_0", tmp_path / "models")
+    assert path.name == "seeing-Q8_0.gguf"
+    assert {each.name for each in path.parent.glob("*.gguf")} == {path.name, "mmproj-seeing-f16.gguf"}
+    fetch(here, "me/seeing:seeing-Q4_K_M.gguf", tmp_path / "models")
+    shown = [entry.name for entry in entries() if entry.source == "hub"]
+    assert shown == ["hf:me/seeing/seeing-Q4_K_M.gguf", "hf:me/seeing/seeing-Q8_0.gguf"]
+    assert [each.name for each in remove(shown[0])] == ["seeing-Q4_K_M.gguf"]
+    assert {each.name for each in remove(shown[1])} == {path.name, "mmproj-seeing-f16.gguf"}
 
 
 def test_what_the_hubs_own_library_fetched_is_not_fetched_again(

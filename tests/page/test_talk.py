@@ -160,7 +160,7 @@ def test_a_text_file_goes_along_and_others_are_refused(
     user = open_page(served)
     chooser = user.page.locator(".composer input[type=file]")
     chooser.set_input_files([tmp_path / "notes.txt", tmp_path / "image.bin"])
-    expect(user.page.get_by_text("image.bin is not a text file")).to_be_visible()
+    expect(user.page.get_by_text("image.bin is no text, PDF or picture")).to_be_visible()
     user.ask("Read this file")
     [turn] = served.runtime.session(user.name).history()
     content = turn.messages[0].content or ""

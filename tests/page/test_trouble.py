@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,48 @@ def test_a_server_that_is_killed_in_the_middle_of_a_reply_is_gone_on_with(
         expect(user.pending).to_have_count(0)
         _, turn = client.get(f"/v1/sessions/{user.name}/turns").json()["data"]
         assert letters(turn["reply"]["content"]).startswith(letters(pending["reply"]["content"]))
+        user.page.goto("about:blank")
+
+
+@pytest.mark.parametrize("how", ["Continue", "Ask again", "Discard"])
+def test_c12_what_a_killed_server_has_cut_is_settled_on_the_page(
+    open_page: OpenPage, zoo_path: Callable[[str], Path], tmp_path: Path, how: str
+) -> None:
+    """C12: kill -9 in the middle of a reply, a new server, a reload, and each of the three buttons."""
+    options = ("--store", str(tmp_path), "--ctx", "2048", "--exact")
+    with serving(zoo_path("llama"), *options) as running:
+        user = open_page(running)
+        user.expected = [*AWAY, "503"]
+        user.set(max_tokens="1500", temperature="0")
+        user.say("Tell me of the sea")
+        expect(user.written).to_have_text(re.compile(r"\w+"))
+        with running.client() as client:
+            # At most a second behind, what is written is in the store.
+            while not (client.get(f"/v1/sessions/{user.name}/pending").json()["pending"] or {}).get("reply"):
+                expect(user.written).to_be_visible()
+        running.process.kill()
+        running.process.wait()
+        expect(user.page.get_by_text(LOST)).to_be_visible()
+        port = running.url.rpartition(":")[2]
+    with serving(zoo_path("llama"), *options, "--port", port) as running, running.client() as client:
+        user.page.reload()
+        alert = user.page.get_by_role("alert")
+        expect(alert).to_contain_text(INTERRUPTED)
+        expect(user.pending).to_contain_text("Tell me of the sea")
+        pending = client.get(f"/v1/sessions/{user.name}/pending").json()["pending"]
+        part = pending["reply"]["content"] or ""
+        user.button(how, alert).click()
+        if how == "Discard":
+            expect(user.pending).to_have_count(0)
+            assert client.get(f"/v1/sessions/{user.name}/pending").json()["pending"] is None
+            assert client.get(f"/v1/sessions/{user.name}").json()["turns"] == 0
+        else:
+            expect(user.replies).to_have_count(1)
+            expect(user.pending).to_have_count(0)
+            [turn] = client.get(f"/v1/sessions/{user.name}/turns").json()["data"]
+            # Greedy and exact: another reply from the start is the same one.
+            assert turn["reply"]["content"].startswith(part)
+            assert turn["usage"]["completion_tokens"] == 1500
         user.page.goto("about:blank")
 
 

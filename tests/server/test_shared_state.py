@@ -112,6 +112,10 @@ ROWS: dict[tuple[str, str], list[Call]] = {
             binary=True,
         )
     ],
+    ("POST", "/v1/chats/import"): [Call(b"[]", status=201, binary=True)],
+    ("POST", "/v1/documents/text"): [Call(b"none", status=400, binary=True)],
+    # One that is asked for is written once no reply is: both are, here.
+    ("POST", "/v1/sessions/{session}/title"): [Call({"instead_of": "another"})],
     ("PATCH", "/v1/sessions/{session}"): [Call({"title": "Renamed", "folder": "work", "pinned": True})],
     ("DELETE", "/v1/sessions/{session}"): [Call()],
     ("POST", "/v1/sessions/{session}/turns"): [Call({"message": "more", "max_tokens": 4})],

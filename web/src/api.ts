@@ -16,6 +16,8 @@ export interface Message {
   tool_call_id?: string | null;
   reasoning_content?: string | null;
   tool_calls?: Call[] | null;
+  /** Each with the number of characters before it: its digest, or while it is on its way a data: URL. */
+  images?: [number, string][] | null;
 }
 
 export interface Reuse {

@@ -2,16 +2,18 @@
 
 import { ApiError, get, path, post, query, remove } from "./api";
 import type { List, Message, PendingTurn, Reuse, SessionAnswer, Timings, Turn } from "./api";
+import { wired } from "./attachments";
 import { GROUP } from "./drawing";
 import { asModel, keepModel } from "./models";
 import { firstWords } from "./names";
 import { notifyError } from "./notices";
 import { open } from "./route";
-import { file } from "./sessions";
+import { file, readSessions } from "./sessions";
 import { asked, defaults, fromTurn, options, type Settings } from "./settings";
 import { Watched } from "./store";
 import { ReplyText, streamReply, type Begun, type TokenLogprob } from "./stream";
 import { texts } from "./texts";
+import { writtenTitle } from "./titles";
 import { loadTree, type Tree } from "./tree";
 
 const FIRST = 30;
@@ -64,8 +66,14 @@ function readUnsent(name: string): Pending[] {
 
 function keepUnsent(name: string, unsent: Pending[]): void {
   const kept = unsent.map(({ reply, ...rest }) => ({ ...rest, reply: reply && { text: reply.text, reasoning: reply.reasoning } }));
-  if (kept.length) sessionStorage.setItem(UNSENT + name, JSON.stringify(kept));
-  else sessionStorage.removeItem(UNSENT + name);
+  if (!kept.length) return sessionStorage.removeItem(UNSENT + name);
+  try {
+    sessionStorage.setItem(UNSENT + name, JSON.stringify(kept));
+  } catch {
+    // Pictures can be more than a tab may keep: then the words alone.
+    const words = kept.map((each) => ({ ...each, said: each.said.map(({ images: _, ...message }) => message) }));
+    sessionStorage.setItem(UNSENT + name, JSON.stringify(words));
+  }
 }
 
 /** Of replies that this tab saw, by session and turn. */
@@ -240,6 +248,17 @@ export class Conversation extends Watched {
     this.changed();
     await file(this.name, { title: this.title });
     channel.postMessage(this.name);
+  }
+
+  /** Have the model write a title in the place of the first words. */
+  private async writeTitle(name: string): Promise<void> {
+    const title = await writtenTitle(name, this.title);
+    if (title === null) return;
+    if (this.name === name) {
+      this.title = title;
+      this.changed();
+    } else await readSessions().catch(() => {});
+    channel.postMessage(name);
   }
 
   private failed(error: unknown): void {
@@ -419,7 +438,7 @@ export class Conversation extends Watched {
     };
     const old = this.pending;
     if (old !== null && old.error !== null && !old.stored) this.unsent = [...this.unsent, old];
-    const request = { ...body, messages, ...asked(this.settings, goesOn) };
+    const request = { ...body, messages: wired(messages), ...asked(this.settings, goesOn) };
     return this.follow(path("sessions", name, how), request, pending, begun);
   }
 
@@ -443,6 +462,7 @@ export class Conversation extends Watched {
         await this.read();
         this.pending = null;
         channel.postMessage(name);
+        if (turn === 1) void this.writeTitle(name);
         return true;
       }
       if (pending.stopping && reply.text === (begun?.text ?? "")) {

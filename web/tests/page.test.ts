@@ -8,7 +8,7 @@ import { EventParser, ReplyText } from "../src/stream";
 import { Tree, lines } from "../src/tree";
 import type { Told } from "../src/conversation";
 import { bits, offsets, surprise } from "../src/views/Tokens";
-import { withFiles } from "../src/views/Composer";
+import { filesIn, withFiles } from "../src/attachments";
 import { figures } from "../src/views/ReuseBar";
 import type { Branch, TreeTurn, Turn } from "../src/api";
 
@@ -178,6 +178,16 @@ describe("small things", () => {
 
   it("puts files into fences that they cannot close", () => {
     expect(withFiles("q", [{ name: "a", text: "```\nx\n```\n" }])).toBe("a:\n````\n```\nx\n```\n````\n\nq");
+  });
+
+  it("finds the files of a message again, and nothing that a person typed", () => {
+    const files = [
+      { name: "a note.md", text: "```\nx\n```" },
+      { name: "b.txt", text: "" },
+    ];
+    for (const text of ["", "q", "one:\n```\ncode\n```"]) expect(filesIn(withFiles(text, files))).toEqual({ files, text });
+    for (const text of ["Explain this:\n```\ncode\n```", "a.py:\n```\nnot closed", "a.py:\n```\nx\n``` and on"])
+      expect(filesIn(text)).toEqual({ files: [], text });
   });
 
   it("finds where the answer starts among the tokens", () => {

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from perdure import ChatDelta, ChatReply, ContextOverflow, Delta, InvalidInputError, PerdureError
+from perdure import (
+    ChatDelta,
+    ChatReply,
+    ContextOverflow,
+    Delta,
+    InvalidInputError,
+    PerdureError,
+    SessionNotFoundError,
+)
 from perdure.cli.output import progress, terminal, words
 from perdure.cli.output.reply_view import ReplyView
 from perdure.cli.runtime import model_path, note_demo, sessions_in
 
 if TYPE_CHECKING:
-    from perdure import Reply, TokenLogprob
+    from perdure import Image, Reply, TokenLogprob
     from perdure.engine.contract import Tokenizer
 
 
@@ -107,6 +115,7 @@ class Asking:
     request: dict[str, Any]
     output: Output
     system: str | None
+    images: Sequence[Image] = ()
 
     def once(self, *, raw: bool) -> int:
         """Ask outside of any conversation. The exit code of what has ended it early, or 0."""
@@ -127,9 +136,14 @@ class Asking:
     def in_session(self, name: str | None, folder: Path, *, keep: bool) -> int:
         """Ask in a conversation: the one of that name, or one that the next run may continue. The exit code
         of what has ended it early, or 0."""
+        if name is None and self.images:
+            # The store has the images, and with them this session: the last one makes room.
+            with suppress(SessionNotFoundError):
+                self.runtime.sessions.delete(LAST)
         session = self.runtime.session(name or LAST, system=self.system)
+        said = {"role": "user", "content": [*self.images, self.text]} if self.images else self.text
         with _advised(self.runtime.n_ctx):
-            stream = session.submit(self.text, keep_partial=True, **self.request)
+            stream = session.submit(said, keep_partial=True, **self.request)
         replies, stop = self.output.follow(stream)
         if not stop.ends_process:
             self.output.tell(self.runtime, replies, session if name else None)
@@ -138,6 +152,9 @@ class Asking:
         if name is not None:
             if not reply.kept:
                 terminal.note(f"this turn is not kept: {reply.not_kept}")
+        elif self.images:
+            if not keep:
+                session.delete()
         elif keep and reply.kept:
             _keep(session, folder)
         return stop.code

@@ -11,12 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from perdure.chat.message import Image
 from perdure.cli.output import progress, terminal, words
 from perdure.cli.output.reply_view import ReplyView
 from perdure.cli.runtime import model_path, note_demo, opened
 from perdure.closing import Closing
 from perdure.engine_config import EngineConfig
-from perdure.errors import ContextOverflow, PerdureError, SessionError, SessionNotFoundError
+from perdure.errors import (
+    ContextOverflow,
+    InvalidInputError,
+    PerdureError,
+    SessionError,
+    SessionNotFoundError,
+)
 
 if TYPE_CHECKING:
     from perdure import ChatDelta, ChatReply, Runtime, Session, Stream, Turn
@@ -58,6 +65,8 @@ class Conversation(Closing):
         """Whether a person sits there, who can stop a reply and go on."""
         self.think = False
         """Whether reasoning is shown."""
+        self.attached: list[Image] = []
+        """Images of the next message."""
         self.unsent: str | None = None
         """The last message, where it did not fit."""
         self._hinted = False
@@ -113,7 +122,17 @@ class Conversation(Closing):
     def say(self, text: str) -> bool:
         """Show the reply to a message as it comes. Whether it could be given whole."""
         self.unsent = text
-        return self.follow(lambda: self.session.submit(text, keep_partial=True, **self.settings))
+        said = {"role": "user", "content": [*self.attached, text]} if self.attached else text
+        return self.follow(lambda: self.session.submit(said, keep_partial=True, **self.settings))
+
+    def attach(self, path: Path) -> None:
+        """Have an image in the next message."""
+        if not self._stored:
+            raise InvalidInputError(
+                "images are kept with their conversation, and this one is not kept: start with --session NAME"
+            )
+        self.attached.append(Image(path))
+        terminal.tell(f"{path.name} goes with the next message.")
 
     def send_unsent(self) -> None:
         """Send a message again that did not fit."""
@@ -232,6 +251,7 @@ class Conversation(Closing):
             raise lost
         view.end()
         self.unsent = None
+        self.attached.clear()
         # A fold is kept together with the reply it made room for, so it shows only now.
         if any(turn.kind == "fold" and turn.created >= started for turn in self._last_turns(2)):
             terminal.tell("The conversation was full: a summary and its last turns stand for it now.")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
+from perdure import system
 from perdure.checks import check_one_of
 from perdure.cli.commands.sessions import title_of
 from perdure.cli.options.groups import REPLY_OPTIONS
@@ -31,6 +34,7 @@ _ELSEWHERE = {
     "/export": "/save",
 }
 """What other programs call it."""
+_IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif")
 _LISTED = 30
 """Sessions that are shown, the latest first."""
 
@@ -88,6 +92,25 @@ def _system(chat: Conversation, text: str) -> None:
 
 def _keep(chat: Conversation, name: str) -> None:
     chat.keep(_needed(name, "a name to keep it under: /keep NAME"))
+
+
+def _image(chat: Conversation, path: str) -> None:
+    chat.attach(Path(_unquoted(_needed(path, "a file: /image FILE"))).expanduser())
+
+
+def is_pasted_image(line: str) -> bool:
+    """Whether a line is the path of an image file, as terminals paste what is dropped on them."""
+    with suppress(OSError, ValueError, RuntimeError):
+        path = Path(_unquoted(line.strip())).expanduser()
+        return path.suffix.lower() in _IMAGES and path.is_file()
+    return False
+
+
+def _unquoted(path: str) -> str:
+    """A path as it is, which a terminal may have quoted."""
+    if len(path) > 1 and path[0] == path[-1] and path[0] in "\"'":
+        return path[1:-1]
+    return re.sub(r"\\(.)", r"\1", path) if system.POSIX else path
 
 
 def _history(chat: Conversation, _: str) -> None:
@@ -311,6 +334,7 @@ def _whole(text: str, otherwise: str) -> int:
 COMMANDS = (
     Command("/help", "", "show this", _help),
     Command("/keep", "NAME", "keep the conversation on disk under a name", _keep),
+    Command("/image", "FILE", "show the model an image with the next message; so does a pasted path", _image),
     Command("/history", "", "show the conversation so far", _history),
     Command("/undo", "", "take back the last message and its reply", _undo),
     Command("/rewind", "[N]", "go back by N turns, or by one", _rewind),

@@ -103,6 +103,11 @@ class Engine:
         """Whether two sources that `fetch` returned are one model. It may have to read both whole."""
         return source == other
 
+    def build(self) -> str:
+        """What decides, besides the files of a model and the settings, whether it can be loaded: the library
+        and its version. It must not fetch."""
+        return self.name
+
     def sizes(self, source: Source) -> Sizes | None:
         """A model's sizes, from the headers of its files; None where they are not here, or not known. It must
         not fetch."""

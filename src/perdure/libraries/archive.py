@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import tarfile
 import zlib
@@ -9,12 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from perdure import system
-from perdure.errors import LibraryFetchError
+from perdure.errors import LibraryFetchError, TooLargeError
 from perdure.libraries.package import Package
-from perdure.models.download import mistake
+from perdure.models.fetching.download import mistake
+from perdure.models.fetching.wheel import open_tar
 
 _CHUNK = 1 << 20
 _MOST_FILES = 200
+_BESIDE = 64 << 20
+"""Bytes of an archive beside the files that are kept: others, and what tar says of each."""
 _BINARIES = "bins"
 """Where the packages keep their libraries."""
 _LICENCES = ("LICENSE", "LICENCE", "NOTICE")
@@ -39,7 +43,7 @@ def unpack(archive: Path, package: Package, folder: Path) -> dict[str, str]:
     digests: dict[str, str] = {}
     left = package.unpacked
     try:
-        with tarfile.open(archive, "r:gz") as tar:
+        with open_tar(archive, left + _BESIDE) as tar:
             for member in _plain(tar, package):
                 name = PurePosixPath(member.name).name
                 if name in digests:
@@ -48,7 +52,9 @@ def unpack(archive: Path, package: Package, folder: Path) -> dict[str, str]:
                 if left < 0:
                     raise _refused(package, f"its files take more than {package.unpacked} bytes")
                 digests[name] = _write(tar, member, folder / name)
-    except (tarfile.TarError, zlib.error, EOFError, UnicodeDecodeError) as error:
+    except TooLargeError as error:
+        raise _refused(package, str(error)) from error
+    except (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, UnicodeDecodeError) as error:
         raise _refused(package, f"it cannot be read ({error})") from error
     if not any(name.endswith(_SUFFIXES) for name in digests):
         raise _refused(package, "there is no library in it")

@@ -15,12 +15,15 @@ import functools
 import json
 import platform
 import subprocess
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from perdure import system
-from perdure.errors import LibraryFetchError
+from perdure.atomic import TABLE_BYTES, read_stream
+from perdure.errors import LibraryFetchError, TooLargeError
+from perdure.events.background import BackgroundTimer
 from perdure.libraries import runtime
 from perdure.libraries.package import PACKAGES, SYSTEMS, CudaContents, Package, check_system
 from perdure.libraries.runtime import RUNTIMES
@@ -183,20 +186,27 @@ def read_machine() -> Machine:
 def _ask(*libraries: str) -> dict[str, object]:
     answers: dict[str, object] = {}
     reader = Path(__file__).with_name("gpu_reader.py")
-    with suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(
-            system.isolated_python(str(reader), *libraries),
-            capture_output=True,
-            text=True,
-            check=False,
-            stdin=subprocess.DEVNULL,
-            timeout=_SECONDS,
-        )
-        for line in done.stdout.splitlines():
+    with suppress(OSError, TooLargeError):
+        for line in _output(system.isolated_python(str(reader), *libraries)).splitlines():
             # A driver may print lines, too.
             with suppress(ValueError):
                 answers |= json.loads(line)
     return answers
+
+
+def _output(command: Sequence[str]) -> bytes:
+    """What a child prints, which is ended where it takes too long or prints too much."""
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as child:
+        timer = BackgroundTimer(_SECONDS, child.kill, name="perdure-gpu-reader")
+        timer.start()
+        try:
+            assert child.stdout is not None
+            return read_stream(child.stdout, TABLE_BYTES, "what the reader of GPUs prints")
+        finally:
+            timer.cancel()
+            child.kill()
 
 
 def machine_of(answers: dict[str, object]) -> Machine:

@@ -17,9 +17,10 @@ from pathlib import Path
 
 from perdure import system
 from perdure.config import settings
-from perdure.errors import FetchError, LibraryFetchError
-from perdure.models.download import fetch_lock
-from perdure.models.package_index import fetched_wheel
+from perdure.errors import FetchError, LibraryFetchError, TooLargeError
+from perdure.models.fetching.download import fetch_lock
+from perdure.models.fetching.package_index import fetched_wheel
+from perdure.models.fetching.wheel import open_zip
 from perdure.models.registry import Progress
 
 _COMPAT = ("/usr/local/cuda/compat", "/usr/local/cuda-*/compat", "/opt/cuda/compat")
@@ -111,12 +112,12 @@ def install_runtime(major: int, progress: Progress | None = None) -> None:
                 # Packed, these libraries are not half as large.
                 with (
                     fetched_wheel(file, parts, progress, room=4 * runtime.size, sha256=sha256) as wheel,
-                    zipfile.ZipFile(wheel) as archive,
+                    open_zip(wheel, 4 * runtime.size) as archive,
                 ):
                     archive.extractall(new)
             shutil.rmtree(runtime.folder, ignore_errors=True)
             os.replace(new, runtime.folder)
-    except (FetchError, OSError, zipfile.BadZipFile) as error:
+    except (FetchError, OSError, TooLargeError, zipfile.BadZipFile) as error:
         raise LibraryFetchError(
             f"NVIDIA's CUDA {major} runtime could not be fetched: {error}. Or install it yourself: "
             f"pip install {' '.join(file.partition('-')[0].replace('_', '-') for file, _ in runtime.pins)}"

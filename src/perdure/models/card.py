@@ -275,6 +275,11 @@ def _quantisation(header: Header, types: tuple[TypeShare, ...]) -> str | None:
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
+def is_projector(name: str) -> bool:
+    """Whether a GGUF file is by its name a projector, which encodes images for the model beside it."""
+    return "mmproj" in name.lower()
+
+
 def part_names(name: str) -> tuple[str, ...]:
     """The names of all files of the model that `name` belongs to, in order; mostly just itself."""
     match = _PART.fullmatch(name)

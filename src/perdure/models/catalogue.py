@@ -48,6 +48,8 @@ class CatalogueModel:
     quality: int
     purpose: str
     licence: str
+    sees: bool = False
+    """Whether its repo has a projector for images, which `perdure pull` fetches too."""
 
     @property
     def names(self) -> tuple[str, ...]:

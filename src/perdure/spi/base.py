@@ -11,6 +11,7 @@ from perdure.atomic import (
     make_private,
     open_private,
     read_file,
+    read_lines,
     read_stream,
     read_table,
     read_text,
@@ -34,7 +35,7 @@ from perdure.engine_config import (
     KvType,
 )
 from perdure.engine_config.keywords import FitKeywords, FitOptions, LoadedModel
-from perdure.extension import brought, extensions, imported, left_out
+from perdure.extension import brought, extensions, imported, left_out, optional_part
 from perdure.identity import Identity, content_digest, file_version
 from perdure.options import Option, named_by, option, refuse_unknown
 from perdure.request_options import SEED_LIMIT, draw_seed, options_of_replies
@@ -82,8 +83,10 @@ __all__ = [
     "named_by",
     "open_private",
     "option",
+    "optional_part",
     "options_of_replies",
     "read_file",
+    "read_lines",
     "read_stream",
     "read_table",
     "read_text",

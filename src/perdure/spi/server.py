@@ -1,7 +1,7 @@
 """For extensions of the server: routes, protocols, callers and answers."""
 
 from perdure.server.api.page import HEADERS, as_policy
-from perdure.server.api.sessions import Named
+from perdure.server.api.sessions import Named, receive_file
 from perdure.server.app import served
 from perdure.server.core.api_error import (
     ApiError,
@@ -38,7 +38,7 @@ from perdure.server.core.keys import (
     parse_line,
     usage_file,
 )
-from perdure.server.core.middleware import ASSETS, JsonScan, session_id, too_large
+from perdure.server.core.middleware import ASSETS, FILE_TYPE, JsonScan, session_id, too_large
 from perdure.server.core.protocol import (
     JSON_LINES,
     SSE,
@@ -109,6 +109,7 @@ from perdure.server.protocols.reply_request import (
 
 __all__ = [
     "ASSETS",
+    "FILE_TYPE",
     "HEADERS",
     "JSON_LINES",
     "KEPT",
@@ -208,6 +209,7 @@ __all__ = [
     "pulled",
     "rate_limited",
     "read_json",
+    "receive_file",
     "refuse_fields",
     "reply_request",
     "served",

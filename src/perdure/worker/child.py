@@ -15,8 +15,10 @@ import threading
 
 from perdure import system
 from perdure.backend import LocalBackend
+from perdure.decode.request import Request
+from perdure.decode.stream import Stream, one_request
 from perdure.engine import registry
-from perdure.errors import ClosedError
+from perdure.errors import ClosedError, PerdureError
 from perdure.events.background import FAILURES, BackgroundThread
 from perdure.extension import imported
 from perdure.worker.connection import Connection
@@ -110,10 +112,20 @@ def _build(setup: Setup) -> LocalBackend:
     engine: registry.Engine = imported(setup.engine)
     model = engine.open(setup.model, cells=registry.cells(setup.config), **setup.config.loading)
     try:
-        return LocalBackend(model, setup.config, storage=setup.storage, own_model=True)
+        backend = LocalBackend(model, setup.config, storage=setup.storage, own_model=True)
     except BaseException:
         model.close()
         raise
+    if setup.tries_step:
+        _try_step(backend)
+    return backend
+
+
+def _try_step(backend: LocalBackend) -> None:
+    """Compute one token, whatever comes of it: this process may die of it."""
+    request = Request(prompt=backend.model.tokenize("a")[:1] or [0], max_tokens=1)
+    with contextlib.suppress(PerdureError), Stream(one_request(request), backend.submit) as stream:
+        stream.reply()
 
 
 def _log_to(connection: Connection, level: int) -> None:

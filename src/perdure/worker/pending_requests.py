@@ -255,9 +255,11 @@ class PendingRequests:
         self._shut = False
         self._watching = False
         self.heard = 0.0
+        """When the engine's thread last said something."""
         self.failures: Mapping[str, int] = {}
         """How often threads of the engine's process failed, by their names."""
-        """When the engine's thread last said something."""
+        self.computed = False
+        """Whether anything was ever computed for a request."""
 
     # For callers, in any thread.
 
@@ -454,14 +456,17 @@ class PendingRequests:
             pending = self._requests.get(id_)
             if pending is None:
                 continue
-            if deltas and not pending.deliver(deltas):
-                changed.append(pending)
+            if deltas:
+                self.computed = True
+                if not pending.deliver(deltas):
+                    changed.append(pending)
             if replies is not None:
                 self._drop(id_)
                 pending.finish(list(replies))
 
     def _progress(self, read: Mapping[RequestId, int]) -> None:
         """How much of their prompts requests have read."""
+        self.computed = self.computed or bool(read)
         for id_, count in read.items():
             if (pending := self._requests.get(id_)) is not None:
                 pending.read = count

@@ -29,6 +29,8 @@ class ExitInfo:
     signal: str | None
     code: int | None
     said: str
+    killed: bool = False
+    """Whether it was ended from this side."""
 
     def __str__(self) -> str:
         return f"{self.reason}\n{self.said}" if self.said else self.reason
@@ -94,7 +96,13 @@ class Process:
         reason = f"the engine's process {self.pid} {how}"
         if self._kill_reason is not None:
             reason = f"the engine's process {self.pid} was ended: {self._kill_reason}"
-        return ExitInfo(reason=reason, signal=name, code=None if name else code, said=output)
+        return ExitInfo(
+            reason=reason,
+            signal=name,
+            code=None if name else code,
+            said=output,
+            killed=self._kill_reason is not None,
+        )
 
     def _said(self) -> str:
         size = os.fstat(self._log.fileno()).st_size

@@ -69,6 +69,8 @@ class Setup:
     pulse: float
     """Seconds between two signs of life."""
     log_level: int
+    tries_step: bool = False
+    """Whether to compute a token before it is ready: a process died at the first step of a request."""
 
 
 @dataclass(frozen=True, slots=True)

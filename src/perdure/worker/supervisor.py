@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -10,9 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 from perdure.backend import BackendState, Health, Residence
-from perdure.errors import ClosedError, EngineDiedError, EngineError, ModelFileError
+from perdure.engine.adapters import split_layers
+from perdure.errors import ClosedError, DeadlyFileError, EngineDiedError, EngineError, ModelFileError
 from perdure.events.background import BackgroundThread
 from perdure.events.event import Restarted
+from perdure.worker.deadly_files import LoadedTogether, files_of, is_crash
 from perdure.worker.message_reader import MessageReader
 from perdure.worker.pending_requests import PendingRequests
 from perdure.worker.process import UNRESPONSIVE, ExitInfo, Process
@@ -42,10 +45,17 @@ class Supervisor:
         pending: PendingRequests,
         reader: MessageReader,
         residence: Residence | None = None,
+        build: Callable[[], str] = str,
     ) -> None:
-        """Nothing is started before `request_start`. `make_setup` is called once, in the thread."""
+        """Nothing is started before `request_start`. `make_setup` is called once, in the thread. `build` says
+        which build of the engine it is, once that matters."""
         self._make_setup = make_setup
+        self._build = build
         self._setup: Setup | None = None
+        self._loaded: LoadedTogether | None = None
+        self._suspected = False
+        """Whether the last process crashed before anything was computed, so that the next one is to show
+        whether the model's files are the cause."""
         self._pulse = min(_TICK, restart_policy.hang_timeout / 4)
         self._policy = restart_policy
         self._pending = pending
@@ -178,7 +188,7 @@ class Supervisor:
                     continue
                 self._last_death = str(error)
                 log.warning("%s", error)
-                if failures >= self._policy.attempts:
+                if failures >= self._policy.attempts or isinstance(error, DeadlyFileError):
                     self._give_up(error, failures)
                     delay, failures = self._policy.backoff, 0
                     continue
@@ -190,10 +200,6 @@ class Supervisor:
 
     def _run_once(self) -> float:
         """One process from its start to its end: how many seconds it was ready."""
-        while not self.residence.enter():
-            self._pause(_ROOM)
-            if self._closing.is_set():
-                raise ClosedError("this runtime is closed")
         if self._setup is None:
             try:
                 self._setup = replace(self._make_setup(), pulse=self._pulse)
@@ -201,13 +207,23 @@ class Supervisor:
                 raise
             except BaseException as error:
                 raise EngineError(f"loading failed: {error!r}") from error
-        process = Process(self._setup)
+            self._loaded = _loaded(self._setup, self._build)
+        assert self._loaded is not None
+        # No other model makes room for one that will not be loaded.
+        self._loaded.check()
+        while not self.residence.enter():
+            self._pause(_ROOM)
+            if self._closing.is_set():
+                raise ClosedError("this runtime is closed")
+        process = Process(replace(self._setup, tries_step=self._suspected))
         with self._changed:
             self._process = process
         try:
             self._await_ready(process)
         except EOFError:
             info = self._wait_exit(process)
+            if self._judge(info):
+                return 0.0
             raise EngineDiedError(
                 f"the engine could not be started: {info}", signal=info.signal, code=info.code
             ) from None
@@ -215,6 +231,9 @@ class Supervisor:
             process.kill("it was not wanted any more")
             self._wait_exit(process)
             raise
+        # One that was tried computes: what another dies of is what it is asked.
+        self._pending.computed = self._pending.computed or self._suspected
+        self._suspected = False
         began = time.monotonic()
         try:
             self._serve(process)
@@ -225,6 +244,7 @@ class Supervisor:
         if self._resting:
             self._pending.disconnect(info)
         elif not self._closing.is_set():
+            self._judge(info)
             self._last_death = str(info)
             # One line: the last output of the process follows at a lower level.
             log.error("%s; it is started again", info.reason)
@@ -232,6 +252,20 @@ class Supervisor:
                 log.info("%s", info.said)
             self._pending.disconnect(info)
         return time.monotonic() - began
+
+    def _judge(self, info: ExitInfo) -> bool:
+        """Whether a process that crashed is to be followed by one that shows whether the model's files were
+        the cause; where it was that one, they are remembered."""
+        assert self._loaded is not None
+        counts = not self._pending.computed and not info.killed and is_crash(info.signal, info.said)
+        if not counts or not self._loaded.files:
+            self._suspected = False
+        elif self._suspected:
+            self._suspected = False
+            self._loaded.remember(str(info.signal))
+        else:
+            self._suspected = True
+        return self._suspected
 
     def _wait_exit(self, process: Process) -> ExitInfo:
         with self._changed:
@@ -357,8 +391,12 @@ class Supervisor:
         self._set("failed")
         self.residence.failed(error)
         signal, code = getattr(error, "signal", None), getattr(error, "code", None)
-        message = f"the engine could not be started {failures} times in a row; the next request tries again"
-        self._pending.end_all(EngineDiedError(f"{message}: {error}", signal=signal, code=code))
+        if not isinstance(error, DeadlyFileError):
+            message = (
+                f"the engine could not be started {failures} times in a row; the next request tries again"
+            )
+            error = EngineDiedError(f"{message}: {error}", signal=signal, code=code)
+        self._pending.end_all(error)
         with self._changed:
             while not self._wanted and not self._closing.is_set():
                 self._changed.wait()
@@ -369,6 +407,17 @@ class Supervisor:
         with self._changed:
             self._state = state
             self._changed.notify_all()
+
+
+def _loaded(setup: Setup, build: Callable[[], str]) -> LoadedTogether:
+    """The files that a process loads with its model, and how."""
+    config = setup.config
+    adapters = [*(config.adapters or {}), *map(str, (config.adapter_names or {}).values())]
+    sources = [setup.model, *(split_layers(each)[0] for each in adapters)]
+    sources += [str(each) for each in config.extended.values() if isinstance(each, (str, os.PathLike))]
+    # How it serves matters no more than where it stands.
+    chosen = [sorted(config.loading.items()), sorted(config.context.items()), config.n_ctx, config.slots]
+    return LoadedTogether(files_of(sources), build=lambda: f"{setup.engine} {build()}", chosen=repr(chosen))
 
 
 def _log_line(message: Any) -> None:

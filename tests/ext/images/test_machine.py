@@ -3,8 +3,9 @@ cold run, to the last bit."""
 
 from __future__ import annotations
 
+import itertools
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
@@ -38,12 +39,12 @@ class MediaMachine(RuleBasedStateMachine):
     scene: ClassVar[Scene]
     cold: ClassVar[Runtime]
     known: ClassVar[dict[tuple[int, ...], Answer]]
-    new_folder: ClassVar[Callable[[], Path]]
+    folders: ClassVar[Iterator[Path]]
 
     @initialize(budget=st.sampled_from([1 << 30, 1 << 30, 1 << 20, 1 << 16]))
     def begin(self, budget: int) -> None:
         self.budget = budget
-        self.store = self.scene.store(self.new_folder())
+        self.store = self.scene.store(next(self.folders))
         self.asked: list[list[int]] = []
         self.rows_are_there = True
         self.rt = self.opened()
@@ -181,14 +182,13 @@ def test_e2_k2_c1_s4_any_history_with_media_equals_a_cold_run(
     kind: str, toy: Callable[[str], tuple[Path, Path]], tmp_path: Path
 ) -> None:
     scene = scene_of(kind, toy, tmp_path / "media")
-    folders = iter(range(1 << 30))
     with opened(scene, scene.store(tmp_path / "cold")) as cold:
 
         class Machine(MediaMachine):
             pass
 
         Machine.scene, Machine.cold, Machine.known = scene, cold, {}
-        Machine.new_folder = staticmethod(lambda: tmp_path / str(next(folders)))
+        Machine.folders = (tmp_path / str(number) for number in itertools.count())
         run_state_machine_as_test(
             Machine,
             settings=settings(

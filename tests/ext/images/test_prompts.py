@@ -266,6 +266,37 @@ def test_e1_image_tokens_are_computed_once(kind: str, toy: Toy, tmp_path: Path) 
                 assert reply.reuse.reused >= (0 if first else behind), (again, ask, reply.reuse)
 
 
+@pytest.mark.parametrize("kind", ["llava", "gemma3", "qwen2vl", "qwen35"])
+def test_v1_guesses_behind_an_image_change_no_token(kind: str, toy: Toy, tmp_path: Path) -> None:
+    """N-grams of the session guess text there, never an image, also where one came behind the same words."""
+    scene = scene_of(kind, toy, tmp_path / "media")
+    prompt = [1, 300, 301, 302, *scene.first, *range(310, 330), 300, 301, 302]
+    asked: Any = {"max_tokens": 24, "temperature": 0, "logit_bias": dict.fromkeys((300, 301, 302), 50.0)}
+    with opened(scene, scene.store(tmp_path / "store"), exact=False) as rt:
+        plain = rt.generate(prompt=prompt, speculate=0, **asked)
+        guessed = rt.generate(prompt=prompt, speculate=6, **asked)
+        assert plain.timings.drafted_tokens == 0
+        assert guessed.timings.drafted_tokens >= guessed.timings.accepted_tokens > 0
+        assert guessed.tokens == plain.tokens
+        # What it left in the slot is what it says.
+        more = rt.generate(prompt=[*prompt, *guessed.tokens, 40], speculate=6, **asked)
+        rt.cache.clear()
+        assert rt.generate(prompt=[*prompt, *guessed.tokens, 40], speculate=0, **asked).tokens == more.tokens
+
+
+def test_k2_a_slot_goes_back_to_where_an_image_begins(toy: Toy, tmp_path: Path) -> None:
+    """In exact mode a whole step can end inside of one: what is before it is used again."""
+    scene = scene_of("qwen2vl", toy, tmp_path / "media")
+    prompt = scene.prompt(scene.first, scene.second)
+    media = spans(np.array(prompt, np.int32))
+    start, end = media[-1]
+    asked = [*prompt[:end], 5, 6, 7]
+    assert start < (end + 1) // CHUNK * CHUNK < end
+    with opened(scene, scene.store(tmp_path / "store")) as rt:
+        written(rt, [*asked, 8])
+        assert written(rt, [*asked[:-1], 9, 10]).reuse.reused == start
+
+
 def follow(ctx: perdure.Context, seq: int) -> Any:
     """The logits of `seq`'s last token, computed again behind a state of all before it."""
     tokens = ctx.tokens(seq)

@@ -209,3 +209,18 @@ def test_a_report_has_what_an_issue_needs_and_no_secrets(run: Run, real: Path, t
 def test_a_home_of_a_test_has_the_library(tmp_path: Path, run: Run) -> None:
     home = new_home(tmp_path / "other")
     assert rows(run, PERDURE_HOME=str(home))[0]["used"]
+
+
+def test_a_file_that_killed_the_engine_is_named_and_tried_once_more(run: Run, tmp_path: Path) -> None:
+    """`doctor` names it with the command that has it tried again, which forgets it."""
+    home = tmp_path / "home"
+    home.mkdir()
+    record = {"files": ["bad.gguf"], "sizes": [3], "death": "SIGSEGV", "when": 1.0e9}
+    (home / "deadly.json").write_text(json.dumps({"0" * 64: record, "damaged": {"files": 3}}))
+    shown = run("doctor", "--json", "--store", str(tmp_path / "store"))
+    [finding] = [each for each in json.loads(shown.stdout) if "bad.gguf" in each["found"]]
+    assert (finding["state"], "by SIGSEGV" in finding["found"]) == ("warn", True)
+    assert "perdure engine retry bad.gguf" in finding["advice"]
+    assert run("engine", "retry", "other.gguf").stdout == "no such file is remembered\n"
+    assert "bad.gguf ended the process" in run("engine", "retry", "bad.gguf").stdout
+    assert run("engine", "retry").stdout == "no file is remembered\n"

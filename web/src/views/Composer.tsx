@@ -1,13 +1,14 @@
-/** Where a message is written, with text files that go along. */
+/** Where a message is written, with files and pictures that go along. */
 
 import { ArrowUp, FileText, Paperclip, Square, X } from "lucide-preact";
 import type { ComponentChildren } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
-import { post } from "../api";
-import { asModel } from "../models";
-import { notify } from "../notices";
+import type { Message } from "../api";
+import { ACCEPTED, begun, counted, read, withFiles, type Attachment } from "../attachments";
+import { notifyError } from "../notices";
 import { IconButton } from "../parts/Icon";
-import { bytes, texts } from "../texts";
+import { texts } from "../texts";
+import { Picture } from "./Attached";
 
 interface Given {
   writing: boolean;
@@ -15,7 +16,7 @@ interface Given {
   draft: string;
   onDraft: (text: string) => void;
   /** A message, and the words of it that were typed. */
-  onSend: (text: string, words: string) => void;
+  onSend: (message: Message, words: string) => void;
   onStop: () => void;
   /** The conversation that it is for, whose model counts tokens. */
   session: string | null;
@@ -27,27 +28,8 @@ interface Given {
   chooser: { current: (() => void) | null };
 }
 
-interface Attached {
-  name: string;
-  text: string;
-  /** Once the server has counted them. */
-  tokens: number | null;
-}
-
-const LARGEST = 1 << 20;
-
-/** A message with its files, each in a fence that nothing in it can close. */
-export function withFiles(text: string, files: Pick<Attached, "name" | "text">[]): string {
-  const parts = files.map(({ name, text }) => {
-    const longest = Math.max(2, ...[...text.matchAll(/`+/g)].map(([run]) => run.length));
-    const fence = "`".repeat(longest + 1);
-    return `${name}:\n${fence}\n${text.replace(/\n$/, "")}\n${fence}`;
-  });
-  return [...parts, text].filter(Boolean).join("\n\n");
-}
-
 export function Composer({ writing, stopping, draft, onDraft, onSend, onStop, session, large, children, chooser }: Given) {
-  const [files, attach] = useState<Attached[]>([]);
+  const [files, attach] = useState<Attachment[]>([]);
   const [over, mark] = useState(false);
   const box = useRef<HTMLTextAreaElement>(null);
   const input = useRef<HTMLInputElement>(null);
@@ -59,34 +41,42 @@ export function Composer({ writing, stopping, draft, onDraft, onSend, onStop, se
     element.style.height = "auto";
     element.style.height = `${Math.min(element.scrollHeight, 320)}px`;
   }, [draft, large]);
+  const isReady = !writing && !!(draft.trim() || files.length) && !files.some((file) => file.reading);
   const send = () => {
-    if (writing || !(draft.trim() || files.length)) return;
-    onSend(withFiles(draft, files), draft.trim() || files[0]!.name);
+    if (!isReady) return;
+    const pictures = files.flatMap((file) => (file.picture ? [[0, file.picture.url] as [number, string]] : []));
+    const content = withFiles(
+      draft,
+      files.filter((file) => !file.picture),
+    );
+    const message: Message = { role: "user", content, ...(pictures.length ? { images: pictures } : {}) };
+    onSend(message, draft.trim() || files[0]!.name);
     onDraft("");
     attach([]);
   };
-  const count = async (file: Attached) => {
-    const body = { content: withFiles("", [file]), add_special: false };
-    const answer = await post<{ count: number }>(`/tokenize${asModel(session)}`, body);
-    attach((before) => before.map((each) => (each === file ? { ...each, tokens: answer.count } : each)));
-  };
-  const take = async (list: File[]) => {
-    for (const file of list) {
-      if (file.size > LARGEST) {
-        notify(texts.composer.tooLarge(file.name, bytes(LARGEST)), "error");
-        continue;
-      }
-      try {
-        const text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
-        if (text.includes("\0")) throw new TypeError();
-        const attached = { name: file.name, text, tokens: null };
-        attach((before) => [...before, attached]);
-        // Without the count it can be sent all the same.
-        count(attached).catch(() => {});
-      } catch {
-        notify(texts.composer.notText(file.name), "error");
-      }
+  const change = (id: number, part: Partial<Attachment>) =>
+    attach((before) => before.map((each) => (each.id === id ? { ...each, ...part } : each)));
+  const takeOne = async (file: File) => {
+    let attached: Attachment;
+    try {
+      attached = begun(file);
+    } catch (error) {
+      return notifyError(error);
     }
+    attach((before) => [...before, attached]);
+    try {
+      const found = await read(file, attached, session);
+      change(attached.id, found);
+      if (attached.picture) return;
+      // Without the count it can be sent all the same.
+      counted({ ...attached, ...found }, session).then((tokens) => change(attached.id, { tokens }), () => {});
+    } catch (error) {
+      attach((before) => before.filter((each) => each.id !== attached.id));
+      notifyError(error);
+    }
+  };
+  const take = (list: File[]) => {
+    for (const file of list) void takeOne(file);
     box.current?.focus();
   };
   return (
@@ -104,18 +94,21 @@ export function Composer({ writing, stopping, draft, onDraft, onSend, onStop, se
       onDrop={(event) => {
         event.preventDefault();
         mark(false);
-        void take([...(event.dataTransfer?.files ?? [])]);
+        take([...(event.dataTransfer?.files ?? [])]);
       }}
     >
       <div class={over ? "composer-box over" : "composer-box"}>
         {files.length > 0 && (
-          <ul class="files">
-            {files.map((file, at) => (
-              <li>
-                <FileText size={16} aria-hidden="true" />
+          <ul class="files" aria-label={texts.composer.attached}>
+            {files.map((file) => (
+              <li key={file.id} class={file.picture ? "with-picture" : undefined} aria-busy={file.reading}>
+                {file.picture ? <Picture source={file.picture.file} name={file.name} /> : <FileText size={16} aria-hidden="true" />}
                 <span class="item-text">{file.name}</span>
-                <span class="hint">{file.tokens === null ? texts.composer.counting : texts.composer.tokens(file.tokens)}</span>
-                <IconButton icon={X} label={texts.composer.detach(file.name)} onClick={() => attach(files.filter((_, other) => other !== at))} />
+                <span class="hint">
+                  {file.reading ? texts.composer.reading : file.tokens === null ? texts.composer.counting : texts.composer.tokens(file.tokens)}
+                  {file.pages > 1 && `, ${texts.composer.pages(file.pages)}`}
+                </span>
+                <IconButton icon={X} label={texts.composer.detach(file.name)} onClick={() => attach(files.filter((other) => other !== file))} />
               </li>
             ))}
           </ul>
@@ -129,6 +122,12 @@ export function Composer({ writing, stopping, draft, onDraft, onSend, onStop, se
           placeholder={texts.composer.placeholder}
           value={draft}
           onInput={(event) => onDraft(event.currentTarget.value)}
+          onPaste={(event) => {
+            const pasted = [...(event.clipboardData?.files ?? [])];
+            if (!pasted.length) return;
+            event.preventDefault();
+            take(pasted);
+          }}
           onKeyDown={(event) => {
             if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
               event.preventDefault();
@@ -142,9 +141,10 @@ export function Composer({ writing, stopping, draft, onDraft, onSend, onStop, se
             type="file"
             multiple
             hidden
+            accept={ACCEPTED}
             aria-label={texts.composer.attach}
             onChange={(event) => {
-              void take([...(event.currentTarget.files ?? [])]);
+              take([...(event.currentTarget.files ?? [])]);
               event.currentTarget.value = "";
             }}
           />
@@ -153,7 +153,7 @@ export function Composer({ writing, stopping, draft, onDraft, onSend, onStop, se
           {writing ? (
             <IconButton icon={Square} class="send stop" label={stopping ? texts.composer.stopping : texts.composer.stop} disabled={stopping} onClick={onStop} />
           ) : (
-            <IconButton icon={ArrowUp} class="send" label={texts.composer.send} disabled={!(draft.trim() || files.length)} submit />
+            <IconButton icon={ArrowUp} class="send" label={texts.composer.send} disabled={!isReady} submit />
           )}
         </div>
       </div>

@@ -10,7 +10,7 @@ import { IconButton } from "../parts/Icon";
 import { FileButton, Menu, MenuItem } from "../parts/Pop";
 import { Table } from "../parts/Table";
 import { link, open } from "../route";
-import { beginning, download } from "../sessions";
+import { beginning, download, readSessions } from "../sessions";
 import { useWatched } from "../store";
 import { bytes, count, middle, texts, when } from "../texts";
 import { Dialog } from "./Dialog";
@@ -210,11 +210,26 @@ interface Imported extends SessionAnswer {
   left_out: Record<string, string>;
 }
 
+interface ImportedChats {
+  names: string[];
+  branches: number;
+  known: number;
+  left_out: { title: string; why: string }[];
+  not_named: number;
+}
+
+const NAMED = 3;
+/** Chats that are named where they were not taken; of more, their number. */
+
 function ImportBox({ onDone }: { onDone: () => void }) {
   const [over, mark] = useState(false);
   const take = async (files: File[]) => {
     for (const file of files) {
       try {
+        if (/\.(json|zip)$/i.test(file.name)) {
+          await takeChats(file);
+          continue;
+        }
         const response = await request(path("sessions", "import"), {
           method: "POST",
           headers: { "content-type": "application/octet-stream" },
@@ -229,6 +244,17 @@ function ImportBox({ onDone }: { onDone: () => void }) {
       }
     }
     onDone();
+  };
+  const takeChats = async (file: File) => {
+    notify(words.importing(file.name));
+    const headers = { "content-type": "application/octet-stream" };
+    const made: ImportedChats = await (await request(path("chats", "import"), { method: "POST", headers, body: file })).json();
+    notify(words.importedChats(made.names.length, made.branches, made.known));
+    for (const { title, why } of made.left_out.slice(0, NAMED)) notify(words.leftOut(title, why), "error");
+    const more = made.left_out.length + made.not_named - NAMED;
+    if (more > 0) notify(words.chatsLeftOut(more), "error");
+    await readSessions().catch(() => {});
+    if (made.names.length === 1) open({ view: "talk", session: made.names[0]! });
   };
   return (
     <div
@@ -245,7 +271,7 @@ function ImportBox({ onDone }: { onDone: () => void }) {
       }}
     >
       <span>{words.drop}</span>
-      <FileButton label={words.import} icon={Upload} onFiles={(files) => void take(files)} />
+      <FileButton label={words.import} icon={Upload} accept=".perdure,.json,.zip" onFiles={(files) => void take(files)} />
     </div>
   );
 }

@@ -4,7 +4,9 @@ import { useEffect, useState } from "preact/hooks";
 import type { Conversation } from "../conversation";
 import { defaults, type Option, options, type Settings } from "../settings";
 import { Select } from "../parts/Pop";
+import { useWatched } from "../store";
 import { count, texts } from "../texts";
+import { setTitles, titlesOn } from "../titles";
 import { Dialog } from "./Dialog";
 
 const words = texts.settings;
@@ -20,6 +22,7 @@ function jsonProblem(text: string): string | null {
 }
 
 export function SettingsDialog({ talk, onClose }: { talk: Conversation; onClose: () => void }) {
+  const { value: titles } = useWatched(titlesOn);
   const [edited, edit] = useState<Settings>(talk.settings);
   const change = (part: Partial<Settings>) => edit({ ...edited, ...part });
   const schemaProblem = edited.output === "schema" ? jsonProblem(edited.schema) : null;
@@ -122,6 +125,13 @@ export function SettingsDialog({ talk, onClose }: { talk: Conversation; onClose:
           )}
           <JsonField label={words.tools} text={edited.tools} problem={toolsProblem} onChange={(tools) => change({ tools })} />
         </fieldset>
+        <label class="check">
+          <input type="checkbox" class="switch" checked={titles} onChange={(event) => setTitles(event.currentTarget.checked)} />
+          <span>
+            {words.titles}
+            <span class="hint">{words.titlesNote}</span>
+          </span>
+        </label>
         <label class="check">
           <input type="checkbox" class="switch" checked={edited.logprobs} onChange={(event) => change({ logprobs: event.currentTarget.checked })} />
           <span>

@@ -3,6 +3,7 @@
 import { Download, Ellipsis, GitBranch, Menu as MenuIcon, PenLine, Pencil, ScrollText, SlidersHorizontal, SquarePen, TriangleAlert, X } from "lucide-preact";
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import { path, post, type Message } from "../api";
+import { SessionName } from "../attachments";
 import { forkAs, openAt, type Conversation, type Pending } from "../conversation";
 import { DrawQueue, keepPlace, placeOf, type Place } from "../drawing";
 import { chosenModel, models } from "../models";
@@ -33,7 +34,14 @@ const DRAFT = "perdure-draft/";
 /** What is written and not sent, by conversation: it outlasts a reload of the tab. */
 export const drafts = {
   get: (name: string) => sessionStorage.getItem(DRAFT + name) ?? "",
-  set: (name: string, text: string) => (text ? sessionStorage.setItem(DRAFT + name, text) : sessionStorage.removeItem(DRAFT + name)),
+  set: (name: string, text: string) => {
+    try {
+      if (text) sessionStorage.setItem(DRAFT + name, text);
+      else sessionStorage.removeItem(DRAFT + name);
+    } catch {
+      // More than a tab may keep: it is lost with the tab, and no sooner.
+    }
+  },
 };
 
 interface Given {
@@ -107,12 +115,13 @@ export function Talk({ talk, treeShown, onTree, onMenu, settingsShown, onSetting
     follows.current = element.scrollHeight - element.scrollTop - element.clientHeight < NEAR;
     if (element.scrollTop < 4 * element.clientHeight && talk.first > 1) void talk.earlier();
   };
-  const send = (text: string, words: string) => {
+  const send = (message: Message, words: string) => {
     follows.current = true;
     const from = talk.name ?? "";
+    const text = message.content ?? "";
     // Until the server has it, it is kept: a reload, a limit or a server that is away loses nothing.
     drafts.set(from, text);
-    talk.send([{ role: "user", content: text }], words).then(
+    talk.send([message], words).then(
       () => {
         // Accepted, or in the list of what can be sent again.
         if (drafts.get(from) === text) drafts.set(from, "");
@@ -131,6 +140,7 @@ export function Talk({ talk, treeShown, onTree, onMenu, settingsShown, onSetting
   const groups = useMemo(() => grouped(talk.turns.filter((turn) => turn.turn < hidden)), [talk.turns, hidden]);
   const isEmpty = (talk.state === "new" || talk.state === "ready") && !talk.count && !talk.pending && !talk.unsent.length;
   return (
+    <SessionName.Provider value={talk.name}>
     <div class={treeShown ? "talk with-tree" : "talk"}>
       <div class={isEmpty ? "column empty" : "column"}>
         <Head talk={talk} treeShown={treeShown} onTree={onTree} onMenu={onMenu} onSettings={() => onSettings(true)} />
@@ -214,6 +224,7 @@ export function Talk({ talk, treeShown, onTree, onMenu, settingsShown, onSetting
         <Inside session={talk.name} turn={looked} onClose={() => look(null)} />
       )}
     </div>
+    </SessionName.Provider>
   );
 }
 

@@ -5,6 +5,7 @@ import type { ComponentChildren } from "preact";
 import { memo } from "preact/compat";
 import { useLayoutEffect, useState } from "preact/hooks";
 import type { Call, Message, Turn } from "../api";
+import { filesIn, withFiles } from "../attachments";
 import { Copy } from "../code";
 import type { Told } from "../conversation";
 import type { DrawQueue } from "../drawing";
@@ -12,6 +13,7 @@ import { Markdown } from "../markdown";
 import { IconButton } from "../parts/Icon";
 import type { Begun } from "../stream";
 import { texts } from "../texts";
+import { FileCard, Pictures } from "./Attached";
 import { ReuseLine } from "./ReuseBar";
 import { Tokens } from "./Tokens";
 
@@ -65,8 +67,11 @@ export const TurnView = memo(({ turn, told, isLast, busy, at, of, actions, queue
       act();
     }
   };
-  const saveSaid = (text: string) => {
+  const parts = filesIn(own?.content ?? "");
+  const saveSaid = (words: string) => {
     edit(null);
+    // What goes along stays.
+    const text = withFiles(words, parts.files);
     const changed = turn.messages.map((message) => (message === own ? { ...message, content: text } : message));
     actions.branch(turn.turn, changed);
   };
@@ -84,7 +89,7 @@ export const TurnView = memo(({ turn, told, isLast, busy, at, of, actions, queue
       {turn.kind === "fold" && <p class="note">{texts.talk.fold}</p>}
       {turn.dropped > 0 && <p class="note">{texts.talk.dropped(turn.dropped)}</p>}
       {editing === "said" ? (
-        <Editor text={own?.content ?? ""} save={texts.talk.save} onSave={saveSaid} onCancel={() => edit(null)} />
+        <Editor text={parts.text} save={texts.talk.save} onSave={saveSaid} onCancel={() => edit(null)} />
       ) : (
         turn.messages.map((message) => (
           <Said message={message}>
@@ -168,16 +173,26 @@ function size(turn: Turn): number {
 }
 
 export function Said({ message, children }: { message: Message; children?: ComponentChildren }) {
-  if (message.role === "user" || message.role === "system" || message.role === "developer")
+  if (message.role === "user" || message.role === "system" || message.role === "developer") {
+    const { files, text } = filesIn(message.content ?? "");
     return (
       <section class={`said ${message.role}`}>
         <h2 class={message.role === "user" ? "unseen" : "who"}>{message.role === "user" ? texts.talk.you : texts.talk.system}</h2>
         {children}
-        <div class="bubble">
-          <Markdown text={message.content ?? ""} />
+        <div class="said-parts">
+          {!!message.images?.length && <Pictures sources={message.images.map(([, source]) => source)} />}
+          {files.map((file) => (
+            <FileCard {...file} />
+          ))}
+          {(text || !(files.length || message.images?.length)) && (
+            <div class="bubble">
+              <Markdown text={text} />
+            </div>
+          )}
         </div>
       </section>
     );
+  }
   if (message.role === "tool")
     return (
       <section class="card">

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from perdure.atomic import TEXT_BYTES, read_lines
 from perdure.cli.options import shared
 from perdure.cli.options.groups import (
     ChatEngine,
@@ -123,11 +124,13 @@ def converse(
 
 
 def _answer_lines(talk: Conversation, editor: LineEditor) -> None:
-    from perdure.cli.slash_commands import run_slash_command
+    from perdure.cli.slash_commands import is_pasted_image, run_slash_command
 
     for message in editor.messages(lambda: talk.prompt):
         try:
-            if message.startswith("//"):
+            if is_pasted_image(message):
+                run_slash_command(talk, f"/image {message.strip()}")
+            elif message.startswith("//"):
                 talk.say(message[1:])
             elif not message.startswith("/"):
                 talk.say(message)
@@ -141,7 +144,7 @@ def _answer_lines(talk: Conversation, editor: LineEditor) -> None:
 def _piped() -> Iterator[str]:
     if sys.stdin is None or sys.stdin.closed:
         return
-    for line in sys.stdin.buffer:
+    for line in read_lines(sys.stdin.buffer, TEXT_BYTES, "the input"):
         text = line.decode("utf-8", "replace").strip()
         if text:
             yield text

@@ -17,7 +17,8 @@ from perdure.cli.output.facts import print_json
 from perdure.cli.output.progress import fetching
 from perdure.cli.output.terminal import harmless, write_columns
 from perdure.cli.server_client import Key, Url, ask
-from perdure.extension import part
+from perdure.errors import PerdureError
+from perdure.extension import optional_part, part
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -63,10 +64,18 @@ def inspect(
         _show_adapter(adapter_of(header), as_json=as_json, metadata=metadata)
         return
     card, keys = engine_for(model).card(model, fetching)
+    find_projector = optional_part("projector beside a model")
+    projector = ""
+    try:
+        beside = find_projector(card.path) if find_projector is not None else None
+        projector = str(beside) if beside is not None else ""
+    except PerdureError as error:
+        projector = f"cannot be used: {error}"
     if as_json:
-        typer.echo(json.dumps(_card_json(card, keys), indent=2, ensure_ascii=False))
+        facts = {**_card_json(card, keys), "projector": projector or None}
+        typer.echo(json.dumps(facts, indent=2, ensure_ascii=False))
     else:
-        _show(card, keys if metadata else {})
+        _show(card, keys if metadata else {}, projector)
 
 
 def _show_adapter(adapter: AdapterFile, *, as_json: bool, metadata: bool) -> None:
@@ -112,7 +121,7 @@ def _json(value: Value) -> object:
     return items if len(value) <= _SHOWN_ITEMS else {"length": len(value), "first": items}
 
 
-def _show(card: Card, metadata: Mapping[str, Value]) -> None:
+def _show(card: Card, metadata: Mapping[str, Value], projector: str) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -121,7 +130,8 @@ def _show(card: Card, metadata: Mapping[str, Value]) -> None:
     figures = Table.grid(padding=(0, 2))
     figures.add_column(style="bold", no_wrap=True)
     figures.add_column(overflow="fold")
-    for label, value in _figures(card).items():
+    more = {"projector": projector} if projector else {}
+    for label, value in {**_figures(card), **more}.items():
         figures.add_row(label, Text(harmless(value)))
     console.print(figures)
 
@@ -170,6 +180,10 @@ def _figures(card: Card) -> dict[str, str]:
         "K/V cache": f"{per_token:,} bytes a token (f16)" if per_token else "",
     }
     return {label: value for label, value in figures.items() if value}
+
+
+def _purpose(row: Mapping[str, Any]) -> str:
+    return f"{row['purpose']}; reads images" if row["sees"] else str(row["purpose"])
 
 
 def _short(text: str) -> str:
@@ -237,8 +251,7 @@ def models(context: typer.Context, as_json: Json = False) -> None:
     if context.invoked_subcommand is not None:
         return
     from perdure.models.catalogue import ranked, recommended
-    from perdure.models.local_models import locate
-    from perdure.models.registry import resolve
+    from perdure.models.local_models import locate, resolve
 
     best = recommended()
     rows = [
@@ -252,6 +265,7 @@ def models(context: typer.Context, as_json: Json = False) -> None:
             "memory_bytes": model.memory,
             "context": model.context,
             "purpose": model.purpose,
+            "sees": model.sees,
             "licence": model.licence,
             "source": f"hf:{model.repo}/{model.file}",
         }
@@ -309,7 +323,7 @@ def rm(
     yes: Yes = False,
 ) -> None:
     """Delete a model that was fetched."""
-    from perdure.models.local_models import files_of, remove
+    from perdure.models.inventory import files_of, remove
 
     files = files_of(name)
     size = decimal(sum(file.stat().st_size for file in files if file.exists()))
@@ -337,7 +351,7 @@ def _catalogue_table(rows: list[dict[str, Any]]) -> None:
         here = "yes" if row["here"] else "no"
         size, memory = decimal(row["bytes"]), decimal(row["memory_bytes"])
         context = f"{row['context'] >> 10}k"
-        shown.append((name, row["fit"], here, size, memory, context, row["purpose"], row["licence"]))
+        shown.append((name, row["fit"], here, size, memory, context, _purpose(row), row["licence"]))
     write_columns(shown, right=frozenset({3, 4, 5}))
 
 

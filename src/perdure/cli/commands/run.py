@@ -32,6 +32,9 @@ def run(
     files: list[Path] | None = typer.Option(
         None, "--file", "-f", metavar="FILE", help="Attach a text file; may be given several times."
     ),
+    images: list[Path] | None = typer.Option(
+        None, "--image", metavar="FILE", help="Show the model an image; may be given several times."
+    ),
     raw: bool = typer.Option(False, "--raw", help="Complete the text as it is, without the chat template."),
     go_on: bool = shared.talk_option(
         False,
@@ -77,6 +80,7 @@ def run(
     Standard input, if something is piped in, follows the prompt: `cat notes.txt | perdure run "Summarise:"`.
     With a model and no prompt, in a terminal, it is `perdure chat`.
     """
+    from perdure import Image
     from perdure.cli import prompt as prompts
     from perdure.cli.asking import Asking, Output, has_no_template
     from perdure.cli.commands.chat import converse
@@ -89,11 +93,13 @@ def run(
         raise typer.BadParameter("a conversation goes on from one reply: leave --samples out")
     if raw and (go_on or session is not None or conversation.system is not None):
         raise typer.BadParameter("--raw completes a text: it takes no --system, --session or --continue")
+    if images and (raw or samples > 1):
+        raise typer.BadParameter("--image asks in a conversation: leave --raw and --samples out")
     if stop and not all(stop):
         raise InvalidInputError("--stop needs a text that is not empty")
     name, prompt_words = prompts.split_model(words, model)
     piped = prompts.standard_input_is_piped()
-    if not prompt_words and not files and not piped:
+    if not prompt_words and not files and not images and not piped:
         if name is None or raw:
             raise typer.BadParameter("give a prompt, or pipe one in", param_hint="PROMPT")
         converse(name, (), conversation, "error", sampling, engine)
@@ -106,6 +112,7 @@ def run(
         "logprobs": logprobs,
         **sampling.given(),
     }
+    shown = [Image(path) for path in images or ()]
     text = prompts.prompt_text(prompt_words, files or (), piped=piped)
     system = prompts.system_text(conversation.system)
     if go_on:
@@ -120,14 +127,14 @@ def run(
             opened(
                 name,
                 # Without a conversation there is one prompt, and nothing to keep for later.
-                replace(engine.config, slots=min(samples, _SLOTS), cache=None if session else 0),
-                store=folder if session else None,
+                replace(engine.config, slots=min(samples, _SLOTS), cache=None if session or shown else 0),
+                store=folder if session or shown else None,
                 template=engine.template,
             ) as runtime,
         ):
             if engine.template is None and not raw:
                 raw = has_no_template(runtime, needed=bool(session or system))
-            asking = Asking(runtime, text, request, output, system)
+            asking = Asking(runtime, text, request, output, system, shown)
             if raw or samples > 1:
                 stopped = asking.once(raw=raw)
             else:

@@ -28,7 +28,6 @@ from perdure.engine.contract import (
     Tokens,
     check_token,
 )
-from perdure.engine.logits import LogitsView
 from perdure.errors import (
     CannotRewindError,
     EngineError,
@@ -40,6 +39,7 @@ from perdure.errors import (
 
 if TYPE_CHECKING:
     from perdure.engine.inspection import KeyValues, Trace
+    from perdure.engine.logits import LogitsView
     from perdure.engine.state import Checkpoint
 
 
@@ -219,6 +219,8 @@ class StateCalls(GuardedCore):
             tokens = self._held(seq)
             tokens = tokens[: len(tokens) if stop is None else check_whole("stop", stop, 1, len(tokens))]
             check_whole("start", start, 0, max(0, len(tokens) - 1))
+            if tokens.min() < 0:
+                raise InvalidInputError("a sequence with images cannot be traced: its text alone could be")
             adapters = self._sets[seq]
         if self._trace_pass is None:
             raise InvalidInputError("this engine has no layers that could be traced")

@@ -60,10 +60,14 @@ class LlamaEngine(Engine):
         return LlamaModel(source, cells=cells, progress=progress, **loading)
 
     def label(self, source: str) -> str:
-        from perdure.models import other_programs
+        path, chosen = Path(source), settings()
+        theirs = (*chosen.ollama_models, *chosen.lm_studio_models)
+        if path.is_absolute() and any(map(path.is_relative_to, theirs)):
+            from perdure.models import other_programs
 
-        # A blob of Ollama's has its digest for a name.
-        return other_programs.name_of(Path(source)) or Path(source).stem
+            # A blob of Ollama's has its digest for a name.
+            return other_programs.name_of(path) or path.stem
+        return path.stem
 
     def is_same(self, source: Source, path: str | None, digest: str) -> bool:
         name = source or settings().model
@@ -90,6 +94,12 @@ class LlamaEngine(Engine):
             return first.stat().st_size == second.stat().st_size and _digest(first) == _digest(second)
         except (OSError, ModelError):
             return source == other
+
+    def build(self) -> str:
+        from perdure.engine.llama.native.choice import choose
+        from perdure.engine.llama.native.probe_results import key_of
+
+        return key_of(choose().source)
 
     def sizes(self, source: Source) -> Sizes | None:
         here = locate(models.resolve(source or settings().model or DEFAULT))

@@ -21,7 +21,7 @@ _ROTATE_WHOLE_HEADS = frozenset(
     """.split()  # noqa: SIM905
 )
 """Architectures whose graph, in the library, ends the process over a head of which it is to rotate a part."""
-_ROTATE = frozenset({"gemma", "gemma2", "gemma3", "gemma3n", "gemma4"})
+_ROTATE = frozenset({"gemma", "gemma2", "gemma3", "gemma3n", "gemma4", "qwen35", "qwen35moe", "qwen3next"})
 """Architectures for which it never ends where nothing is to be rotated."""
 
 
@@ -44,6 +44,8 @@ def check_header(header: Header) -> None:
     if architecture in _ROTATE_WHOLE_HEADS:
         _check_whole_heads(header, architecture)
     guessing = header.integer(f"{architecture}.nextn_predict_layers")
+    if guessing is not None and layers is not None and not 0 <= guessing <= layers:
+        raise ModelFileError(f"{name} is damaged: {guessing} of its {layers} layers are said to guess")
     if architecture == "gemma4-assistant" and guessing != layers:
         raise ModelFileError(f"{name} is damaged: not all of its {layers} layers are said to guess")
     if architecture == "gemma4":

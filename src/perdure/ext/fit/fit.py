@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Unpack, cast
 
-from perdure import ModelNotFoundError
-from perdure.spi.base import EngineConfig, FitKeywords, FitOptions, KvType, named_by, settings
+from perdure import ModelNotFoundError, PerdureError
+from perdure.spi.base import EngineConfig, FitKeywords, FitOptions, KvType, named_by, optional_part, settings
 from perdure.spi.engine import registry
 from perdure.spi.llama import room_now
 from perdure.spi.models import (
@@ -98,8 +99,26 @@ def _fits(model: str | os.PathLike[str] | None, config: EngineConfig, *, alone: 
     for name, sizes in _read_sizes(model or settings().model or DEFAULT, alone=alone):
         # An engine that does not offload computes in the memory that the machine has.
         here = room if sizes.offloads else Room(machine=room.machine)
-        fits.append(propose(name, sizes, here, FitConstraints.of(config, sizes)))
+        projector = _projector(model or settings().model or DEFAULT)
+        # The process that encodes images has it in memory, beside the model.
+        left = dataclasses.replace(here, machine=max(0, here.machine - projector)) if projector else here
+        proposed = propose(name, sizes, left, FitConstraints.of(config, sizes))
+        if projector:
+            reason = f"{_gib(projector)} of the memory are for the projector, which encodes images"
+            proposed = dataclasses.replace(proposed, reasons=(*proposed.reasons, reason))
+        fits.append(proposed)
     return fits
+
+
+def _projector(model: str | os.PathLike[str]) -> int:
+    """Bytes of the projector beside a model that is here; 0 where there is none."""
+    find_projector = optional_part("projector beside a model")
+    # What is wrong with a name or a file is said where the model is read.
+    with suppress(PerdureError):
+        place = locate(resolve(model))
+        projector = find_projector(place) if find_projector is not None and place is not None else None
+        return int(projector.nbytes) if projector is not None else 0
+    return 0
 
 
 def _read_sizes(model: str | os.PathLike[str], *, alone: bool) -> list[tuple[str, Sizes]]:

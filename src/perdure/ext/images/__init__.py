@@ -18,6 +18,7 @@ EXTENSION = Extension(
     routes=("perdure.ext.images.routes:router",),
     parts={
         "images in a prompt": "perdure.ext.images.media_store:stored_media",
+        "projector beside a model": "perdure.ext.images.projector:find_projector",
         "images in messages": "perdure.ext.images.reader:StoredImages",
     },
 )

@@ -36,6 +36,7 @@ from perdure.ext.images.library import find_library
 from perdure.ext.images.media import EncodedFile, Medium, MediumKind, Piece
 from perdure.ext.images.wire import receive, send
 from perdure.spi.base import Closing, content_digest, errors, system
+from perdure.spi.models import deadly_files
 from perdure.spi.runtime import BackgroundTimer
 
 log = logging.getLogger("perdure.ext.images")
@@ -45,6 +46,11 @@ MOST_BYTES = 64 << 20
 _IDLE = 300.0
 """Seconds without a file after which the process ends."""
 _TAIL = 2048
+_PLAIN_IMAGE = bytes.fromhex(
+    "89504e470d0a1a0a0000000d49484452000000010000000108000000003a7e9b550000000a4944415478"
+    "da6368000000820081da45083b0000000049454e44ae426082"
+)
+"""A PNG of one grey pixel, to see whether a projector encodes anything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +93,11 @@ class Encoder(Closing):
         self._closed = False
         self.encoded = 0
         """Files that were encoded."""
+        self._loaded = deadly_files.LoadedTogether(
+            (projector, model), build=lambda: content_digest(self._library)
+        )
+        self._works = self._suspected = False
+        """Whether anything was ever encoded; whether a process has crashed before that."""
 
     @cached_property
     def identity(self) -> str:
@@ -111,6 +122,7 @@ class Encoder(Closing):
             child.ask({"encode": kind}, data, self._patience.decode, "decode")
             message, rows = child.answer(self._patience.encode, "encode")
             self.encoded += 1
+            self._works = True
             return EncodedFile(tuple(_pieces(message["pieces"], rows)))
 
     def count(self, data: bytes) -> int:
@@ -133,42 +145,80 @@ class Encoder(Closing):
         if self._closed:
             raise ClosedError("this encoder is closed")
         if self._child is None or not self._child.wake():
-            self._child = _Child(
-                {
-                    "library": str(self._library),
-                    "projector": str(self.projector),
-                    "model": str(self._model),
-                    "threads": self._threads,
-                    "idle": self._idle,
-                },
-                self._patience.start,
-            )
+            self._child = self._start()
         try:
             yield self._child
         except BaseException as error:
             if not isinstance(error, PerdureError) or isinstance(error, EngineDiedError):
+                self._suspected = self._child.crashed and not self._works
                 self._child.end()
                 self._child = None
+                if self._suspected:
+                    # The file, or the projector: a file at which this one encoder died is not tried again.
+                    self._child = self._start()
             raise
+
+    def _start(self) -> _Child:
+        """A process that has loaded the projector. One that crashes is followed by a second, which shows
+        whether the projector encodes anything; where that crashes too, it is remembered."""
+        while True:
+            self._loaded.check()
+            child = _Child()
+            try:
+                child.load(self._setup, self._patience.start)
+                if self._suspected:
+                    child.try_image(self._patience)
+                    self._works, self._suspected = True, False
+                return child
+            except BaseException as error:
+                child.end()
+                if not child.crashed or self._works:
+                    raise
+                if self._suspected:
+                    self._suspected = False
+                    self._loaded.remember(str(getattr(error, "signal", None)))
+                    self._loaded.check()
+                    raise
+                self._suspected = True
+
+    @property
+    def _setup(self) -> dict[str, Any]:
+        return {
+            "library": str(self._library),
+            "projector": str(self.projector),
+            "model": str(self._model),
+            "threads": self._threads,
+            "idle": self._idle,
+        }
 
 
 class _Child:
     """One process, from its start to its end."""
 
-    def __init__(self, setup: dict[str, Any], patience: float) -> None:
+    def __init__(self) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - `end` closes it
         self._killed_for = ""
+        self.crashed = False
+        """Whether it ended by a crash in native code."""
         self._process = subprocess.Popen(
             system.isolated_python("-m", "perdure.ext.images.child"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
         )
+
+    def load(self, setup: dict[str, Any], patience: float) -> None:
+        self.ask(setup, b"", patience, "load the projector")
+
+    def try_image(self, patience: Patience) -> None:
+        """Encode a plain image, whatever comes of it: the process may die of it."""
         try:
-            self.ask(setup, b"", patience, "load the projector")
-        except BaseException:
-            self.end()
+            self.ask({"encode": "image"}, _PLAIN_IMAGE, patience.decode, "decode")
+            self.answer(patience.encode, "encode")
+        except EngineDiedError:
             raise
+        except PerdureError as error:
+            log.info("a plain image is not encoded: %s", error)
 
     @property
     def is_running(self) -> bool:
@@ -244,7 +294,9 @@ class _Child:
             how = self._killed_for
         elif name == "SIGKILL":
             how += ", which the system sends when memory runs out"
-        if said := _tail(self._log):
+        said = _tail(self._log)
+        self.crashed = not self._killed_for and deadly_files.is_crash(name, said)
+        if said:
             log.warning("the encoder of images %s: %s", how, said)
         return EngineDiedError(
             f"the encoder of images {how}; no reply is affected but the one that needs this file",

@@ -23,6 +23,17 @@ class Projector:
     images: bool
     sounds: bool
 
+    @property
+    def nbytes(self) -> int:
+        """Of its file: the encoder's process takes about as much memory, and its buffers."""
+        return self.path.stat().st_size
+
+    def __str__(self) -> str:
+        reads = " and ".join(
+            what for what, there in (("images", self.images), ("sounds", self.sounds)) if there
+        )
+        return f"{self.path.name} ({self.kind or 'of no kind'}, {self.nbytes:,} bytes): {reads or 'nothing'}"
+
 
 def find_projector(model: Path) -> Projector | None:
     """The projector beside a model: `mmproj` is in its name, and where there are several, all that it has

@@ -19,12 +19,14 @@ from typing import IO
 
 from perdure import EngineDiedError, EngineError, PerdureError
 from perdure.ext.inspection.analysis import ReplyFigures, check_length
-from perdure.spi.base import errors, system
+from perdure.spi.base import errors, read_lines, system
 from perdure.spi.runtime import SecondOpening
 
 log = logging.getLogger("perdure.ext.inspection")
 
 _TAIL = 2048
+_PAGE_BYTES = 256 << 20
+"""Of a page: each token has its figures in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +80,7 @@ class AnalysisProcess:
     def __init__(self, job: AnalysisJob) -> None:
         self._job = job
         self._lock = threading.Lock()
-        self._child: subprocess.Popen[str] | None = None
+        self._child: subprocess.Popen[bytes] | None = None
         self._cancelled = False
 
     def cancel(self) -> None:
@@ -105,7 +107,7 @@ class AnalysisProcess:
                     if pipe is not None:
                         pipe.close()
 
-    def _start(self, stderr: IO[bytes]) -> subprocess.Popen[str]:
+    def _start(self, stderr: IO[bytes]) -> subprocess.Popen[bytes]:
         with self._lock:
             if self._cancelled:
                 raise EngineDiedError("the analysis was cancelled")
@@ -114,20 +116,18 @@ class AnalysisProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
-                text=True,
-                encoding="utf-8",
             )
             return child
 
-    def _read(self, child: subprocess.Popen[str]) -> Iterator[AnalysisProgress | AnalysisPage]:
+    def _read(self, child: subprocess.Popen[bytes]) -> Iterator[AnalysisProgress | AnalysisPage]:
         assert child.stdin is not None
         assert child.stdout is not None
         try:
-            child.stdin.write(self._job.to_json() + "\n")
+            child.stdin.write(self._job.to_json().encode() + b"\n")
             child.stdin.flush()
         except OSError:
             raise self._died(child) from None
-        for line in child.stdout:
+        for line in read_lines(child.stdout, _PAGE_BYTES, "the analysis"):
             if self._cancelled:
                 break
             try:
@@ -144,7 +144,7 @@ class AnalysisProcess:
                 raise _error(message["error"], message["message"])
         raise self._died(child)
 
-    def _died(self, child: subprocess.Popen[str]) -> EngineDiedError:
+    def _died(self, child: subprocess.Popen[bytes]) -> EngineDiedError:
         code = child.wait()
         name = signal.Signals(-code).name if code < 0 else None
         how = f"was ended by {name}" if name else f"exited with code {code}"

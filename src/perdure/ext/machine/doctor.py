@@ -61,7 +61,8 @@ def doctor(
     if report is not None and report.exists():
         raise typer.BadParameter(f"{report} is there already; name a new file", param_hint="--report")
     folder = store or usual_store()
-    findings = [*_engines(), *_extensions(), *_threads(), *_memory(model), *_disk(folder), *_store(folder)]
+    findings = [*_engines(), *_extensions(), *_threads(), *_memory(model), *_deadly()]
+    findings += [*_disk(folder), *_store(folder)]
     try:
         for check in brought("checks"):
             findings += check(folder, tuple(blocks or ()))
@@ -144,6 +145,14 @@ def _memory(model: str | None) -> Iterator[Finding]:
         yield Finding("memory", "bad", f"{summary}, {name} needs {_size(needed)}", advice)
     else:
         yield Finding("memory", "ok", f"{summary}, {name} needs {_size(needed)} and its contexts")
+
+
+def _deadly() -> Iterator[Finding]:
+    from perdure.spi.models import deadly_files
+
+    for each in deadly_files.remembered():
+        advice = f"fetch it anew, or have it tried once more: `perdure engine retry {each.files[0]}`"
+        yield Finding("model", "warn", f"{each}, and is not loaded so again", advice)
 
 
 def _disk(folder: Path) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""`perdure engine`: ls, install, rm, test."""
+"""`perdure engine`: ls, install, rm, test, retry."""
 
 from __future__ import annotations
 
@@ -195,6 +195,26 @@ def check(
             typer.echo(f"{file} is not as it was installed: install it again")
     if damaged or not probe.usable:
         raise typer.Exit(1)
+
+
+@app.command()
+def retry(
+    file: str | None = typer.Argument(
+        None, help="Name of a file, as `perdure doctor` shows it.", metavar="FILE", show_default="all of them"
+    ),
+) -> None:
+    """Have files tried once more that ended the engine.
+
+    A model, an adapter or a projector at which the engine's process died twice while it was loaded is not
+    loaded again, unless its file, the build of the engine or a setting has changed.
+    """
+    from perdure.spi.models import deadly_files
+
+    gone = deadly_files.forget(file)
+    for each in gone:
+        typer.echo(f"{each}; it is tried again")
+    if not gone:
+        typer.echo("no such file is remembered" if file else "no file is remembered")
 
 
 def _probe(name: str | None) -> ProbeResult:

@@ -64,7 +64,8 @@ class DraftModel:
 
     def guess(self, sequence: TokenSequence, count: int) -> Guess | None:
         count = min(count, GUESSES, self._context.n_ctx - len(sequence.tokens))
-        if count < 1:
+        if count < 1 or sequence.media:
+            # It reads no images.
             return None
         seq = self._seq_of(sequence)
         if not self._catch_up(sequence, seq):

@@ -2,6 +2,7 @@
 
     manifest.json    what is in it, with a digest for each part and one over the manifest itself
     turns.jsonl      the turns, each with the digest that proves it and all before it
+    files/N          a file that turns name (an image), as it was sent: its digest is what they name
     blocks/N         its state, a block a file, if it was asked for
     seal             a signature: proves to the store that wrote it that all of this is its own
 
@@ -33,10 +34,16 @@ from perdure.spi.cache import Block
 from perdure.spi.sessions import FIRST, Turn
 
 FORMAT = 1
-_MANIFEST, _TURNS, _BLOCK, _SIGNATURE = "manifest.json", "turns.jsonl", "blocks/{}", "seal"
+_MANIFEST, _TURNS, _FILE, _BLOCK, _SIGNATURE = (
+    "manifest.json",
+    "turns.jsonl",
+    "files/{}",
+    "blocks/{}",
+    "seal",
+)
 _WHAT = "export of a session"
-MAX_MANIFEST, MAX_TURNS, MAX_BLOCK, MAX_BYTES = 8 << 20, 128 << 20, 1 << 30, 64 << 30
-"""Bytes that are taken of a manifest, of all turns, of one block, and of everything."""
+MAX_MANIFEST, MAX_TURNS, MAX_FILE, MAX_BLOCK, MAX_BYTES = 8 << 20, 128 << 20, 64 << 20, 1 << 30, 64 << 30
+"""Bytes that are taken of a manifest, of all turns, of one file, of one block, and of everything."""
 MAX_TURN, MAX_VALUES, MAX_MESSAGES = 32 << 20, 2 << 20, 1 << 18
 """Bytes and JSON values of one turn, and messages of all: parsed, they take many times the memory."""
 
@@ -61,22 +68,31 @@ class Export:
 
     @property
     def has_state(self) -> bool:
-        return len(self.parts) > 1
+        return any(part.name.startswith("blocks/") for part in self.parts)
 
     def signed_by(self, key: bytes | None) -> bool:
         """Whether the store with that key wrote it, and nobody has changed it since."""
         return key is not None and hmac.compare_digest(self.signature, _sign(key, self.digest))
 
+    def files(self) -> Iterator[tuple[str, bytes]]:
+        """The files in it, one at a time, each verified again, with its SHA-256 in hex."""
+        for part, data in self._contents("files/"):
+            yield part.sha256, data
+
     def blocks(self) -> Iterator[Block]:
         """The state in it, block by block, each verified again."""
+        for _, data in self._contents("blocks/"):
+            yield Block.unpack(data)
+
+    def _contents(self, kind: str) -> Iterator[tuple[ArchivePart, bytes]]:
         with read_archive(self.path, _WHAT) as archive:
             archive.skip(archive.next(_MANIFEST, MAX_MANIFEST))
             for part in self.parts:
                 archive.next(part.name, part.nbytes, exactly=True)
-                if part.name == _TURNS:
-                    archive.skip(part.nbytes)
+                if part.name.startswith(kind):
+                    yield part, archive.read(part)
                 else:
-                    yield Block.unpack(archive.read(part))
+                    archive.skip(part.nbytes)
 
 
 def write_export(
@@ -88,28 +104,38 @@ def write_export(
     kind: str,
     settings: Mapping[str, Any],
     key: bytes | None = None,
+    find_file: Callable[[str], bytes | None] = lambda digest: None,
     progress: Progress | None = None,
 ) -> Path:
     """Write a session to `path`: whole, or not at all. `key` is that of the store, which signs it.
 
-    `turns` are gone through twice, and are not in memory together.
+    `turns` are gone through twice, and are not in memory together. `find_file` gives a file that they name;
+    one that is gone is left out, and so is one that the caller has no key for.
     """
     identity, blocks = packed if packed is not None else (None, [])
     count, head = 0, ""
+    digests: dict[str, None] = {}
 
     def lines() -> Iterator[bytes]:
         nonlocal count, head
         count = -1
         for turn in turns:
             count, head = count + 1, turn.digest.hex()
+            digests.update(dict.fromkeys(turn.files))
             # Older versions stored settings with halves of surrogate pairs.
             line = json.dumps(turn.to_json(), ensure_ascii=False) + "\n"
             yield line.encode("utf-8", "surrogatepass")
 
     contents: list[Callable[[], Iterable[bytes | memoryview]]] = [lines]
+    parts = [digest_of(_TURNS, lines())]
+    files = [
+        digest for digest in digests if (data := find_file(digest)) is not None and len(data) <= MAX_FILE
+    ]
+    contents += [lambda digest=digest: [find_file(digest) or b""] for digest in files]  # type: ignore[misc]
     contents += [lambda block=block: block.pack() for block in blocks]  # type: ignore[misc]
-    names = [_TURNS, *(_BLOCK.format(number) for number in range(len(blocks)))]
-    parts = [digest_of(name, content()) for name, content in zip(names, contents, strict=True)]
+    names = [_FILE.format(number) for number in range(len(files))]
+    names += [_BLOCK.format(number) for number in range(len(blocks))]
+    parts += [digest_of(name, content()) for name, content in zip(names, contents[1:], strict=True)]
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "kind": kind,
@@ -225,10 +251,15 @@ def _why(error: Exception) -> str:
 
 
 def _parts(listed: Any) -> tuple[ArchivePart, ...]:
-    """The turns first, then the blocks in their order."""
+    """The turns first, then the files and the blocks in their order."""
     parts = tuple(ArchivePart(part["name"], part["bytes"], part["sha256"]) for part in listed)
+    files = sum(part.name.startswith("files/") for part in parts)
     for number, part in enumerate(parts):
-        name, most = (_BLOCK.format(number - 1), MAX_BLOCK) if number else (_TURNS, MAX_TURNS)
+        name, most = _TURNS, MAX_TURNS
+        if number > files:
+            name, most = _BLOCK.format(number - 1 - files), MAX_BLOCK
+        elif number:
+            name, most = _FILE.format(number - 1), MAX_FILE
         size = part.nbytes
         if part.name != name or not is_whole(size) or not 0 <= size <= most:
             raise ValueError(f"part {number} must be {name}, of at most {most} bytes")

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from perdure import CorruptStateError, ImportResult, PerdureError, TemplateError
+from perdure import CorruptStateError, Image, ImportResult, InvalidInputError, PerdureError, TemplateError
 from perdure.ext.upkeep.export import Export, Progress, read_export
 from perdure.spi.chat import ChatTokenizer, Transcript
 from perdure.spi.engine import Tokenizer
@@ -53,6 +54,10 @@ def import_session(
         if any(turn.added.tokens for turn in export.turns):
             left_out["tokens"] = why
     tokens = transcript(turns).tokens
+    if any(turn.files for turn in turns):
+        missing = take_files(export, sessions, namespace)
+        if missing:
+            left_out["files"] = f"{len(missing)} images are not in the file, or cannot be kept here"
     info = sessions.store.create(
         namespace,
         export.name if name is None else name,
@@ -79,6 +84,18 @@ def import_session(
     return ImportResult(
         session=session, turns=session.turns, tokens=len(tokens), state_tokens=state, left_out=left_out
     )
+
+
+def take_files(export: Export, sessions: Sessions, namespace: str) -> set[str]:
+    """Keep the files that turns name; those that are missing. What no turn names is not taken."""
+    missing = {digest for turn in export.turns for digest in turn.files}
+    # Without a model, or images, nothing could say whether they are to be encrypted.
+    with suppress(InvalidInputError):
+        for digest, data in export.files() if sessions.has_model else ():
+            if digest in missing:
+                sessions.chat_format.keep_image(Image(data), namespace)
+                missing.discard(digest)
+    return missing
 
 
 def _why_not_tokens(sessions: Sessions, turns: Sequence[Turn]) -> str:

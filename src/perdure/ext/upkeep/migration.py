@@ -126,6 +126,7 @@ class _Run:
             numbers, turns = self._source.chain_of(memory)
             if not self._has(memory):
                 parent, missing = self._missing(numbers, turns)
+                self._bring_files(memory.namespace, missing)
                 self._target.bring_memory(memory, missing, head=parent)
                 self.found.turns += len(missing)
             self.found.memories += 1
@@ -149,6 +150,7 @@ class _Run:
                 return
         else:
             parent, missing = self._missing(numbers, turns)
+            self._bring_files(info.namespace, missing)
             target.bring(info, missing, head=parent)
             self.found.turns += len(missing)
         now = self._there(info)
@@ -180,11 +182,22 @@ class _Run:
         parent, missing = self._missing(numbers, turns)
         assert parent is not None
         if missing:
+            self._bring_files(info.namespace, missing)
             target.add(there, missing, parent=parent, expected=there.head)
         else:
             target.move(there, parent, digest=info.digest, expected=there.head)
         self.found.turns += len(missing)
         return True
+
+    def _bring_files(self, namespace: str, turns: Sequence[Turn]) -> None:
+        """Bring the files that turns name, before the turns."""
+        for digest in {digest: None for turn in turns for digest in turn.files}:
+            if self._target.file(namespace, digest) is None:
+                data = self._source.file(namespace, digest)
+                if data is not None:
+                    self._target.keep_file(namespace, digest, data)
+                elif not any(what == digest for what, _ in self.found.left_out):
+                    self.found.left_out.append((f"image {digest[:12]}…", "its file is gone or damaged"))
 
     def _missing(self, numbers: Sequence[int], turns: Sequence[Turn]) -> tuple[int | None, Sequence[Turn]]:
         """The last turn that the new store has already, and those behind it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import json
 import os
@@ -79,18 +80,22 @@ def repair(folder: Path) -> Repair:
         if (folder / MENDED).exists():
             _exchange(folder, aside)
             return Repair(sessions=0, turns=0, memories=0, cut=(), found=(), aside=aside)
+        temporary = folder / f"{MENDED}.tmp"
         with _copied(folder) as db:
             proved = _ProvedTurns(db)
-        if not proved.turns:
-            raise StoreDamagedError(f"nothing in {folder / FILE} can be proved: restore it from a copy")
-        known = SessionFolder(folder).mark() or proved.id
-        temporary = folder / f"{MENDED}.tmp"
-        _remove(temporary)
-        new = Index(temporary, readonly=False, migrations=MIGRATIONS, functions={"seal": row_checksum})
-        with closing(new), new.writing():
-            proved.write(new)
-            if known:
-                new.run("UPDATE register SET id = ?", known)
+            if not proved.turns:
+                raise StoreDamagedError(f"nothing in {folder / FILE} can be proved: restore it from a copy")
+            known = SessionFolder(folder).mark() or proved.id
+            _remove(temporary)
+            new = Index(temporary, readonly=False, migrations=MIGRATIONS, functions={"seal": row_checksum})
+            with closing(new), new.writing():
+                files = _copy_files(db, new)
+                proved.write(new)
+                for turn, file in _pairs(db):
+                    if turn in proved.turns and file in files:
+                        new.run("INSERT OR IGNORE INTO turn_file (turn, file) VALUES (?, ?)", turn, file)
+                if known:
+                    new.run("UPDATE register SET id = ?", known)
         with translate_os_errors(folder):
             os.replace(temporary, folder / MENDED)
         sync_folder(folder)
@@ -341,6 +346,34 @@ def _rows(
             for row in cursor:
                 parts = [*row[: len(columns)], *([row[len(columns) :]] if whole else [])]
                 yield dict(zip(names, parts, strict=True))
+
+
+def _copy_files(db: sqlite3.Connection, new: Index) -> set[int]:
+    """Copy the files that turns name, one in memory at a time, but for damaged ones; their numbers."""
+    columns = ("namespace", "digest", "data", "checksum", "created")
+    copied: set[int] = set()
+    for row in _rows(db, "file", "sqlite_autoindex_file_1", ("number", *columns)) if _has_files(db) else ():
+        data = row["data"]
+        if isinstance(data, bytes) and hashlib.sha256(data).digest() == row["checksum"]:
+            new.run(
+                f"INSERT INTO file (number, {', '.join(columns)}) VALUES (?, ?, ?, ?, ?, ?)",
+                *(row["number"], *(row[column] for column in columns)),
+            )
+            copied.add(row["number"])
+    return copied
+
+
+def _pairs(db: sqlite3.Connection) -> Iterator[tuple[int, int]]:
+    """Which turn names which file, as far as it can be read."""
+    with suppress(*_UNREADABLE):
+        yield from db.execute("SELECT turn, file FROM turn_file")
+
+
+def _has_files(db: sqlite3.Connection) -> bool:
+    """Whether the database is of a version that has files."""
+    with suppress(*_UNREADABLE):
+        return bool(db.execute("SELECT 1 FROM sqlite_master WHERE name = 'file'").fetchone())
+    return False
 
 
 # Checking a store: every turn of every session, and every block.

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from perdure import EngineError, InvalidInputError, ModelFileError
 from perdure.ext.weights.tensors import Planned, TensorFile, check_free_space, write_model
-from perdure.spi.base import TEMPORARY, check_whole, content_digest, errors, system
+from perdure.spi.base import TABLE_BYTES, TEMPORARY, check_whole, content_digest, errors, read_lines, system
 from perdure.spi.llama import library
 from perdure.spi.models import FILE_TYPES, TENSOR_TYPES, read_parts
 
@@ -252,7 +252,7 @@ def run_child(job: dict[str, Any], target: Path, progress: Progress | None) -> d
 def _follow(process: subprocess.Popen[bytes], progress: Progress | None) -> dict[str, Any] | None:
     assert process.stdout is not None
     result: dict[str, Any] | None = None
-    for line in process.stdout:
+    for line in read_lines(process.stdout, TABLE_BYTES, "what the process prints"):
         try:
             message = json.loads(line)
         except ValueError:

@@ -27,7 +27,8 @@ _POLICY = {
     "default-src": "'none'",
     "script-src": "'self'",
     "style-src": "'self'",
-    "img-src": "'self'",
+    # Pictures of a conversation are fetched with its key, and shown out of the page's memory.
+    "img-src": "'self' blob:",
     "connect-src": "'self'",
     # For the frame below alone: the page itself is framed by nobody.
     "frame-src": "'self'",

@@ -144,7 +144,7 @@ async def import_session(
     folder = await app_state.call(app_state.runtime.sessions.temporary_folder)
     try:
         path = FilePath(folder.name) / "session"
-        await _receive(request, path, app_state)
+        await receive_file(request, path, app_state)
         served = await app_state.serving(model or "", caller.visit)
         return await served.work(_import, served, caller.namespace, path, name)
     finally:
@@ -484,10 +484,14 @@ def _messages(body: Saying, app_state: AppState) -> Sequence[Message]:
     return parsed(body.messages, app_state)
 
 
-async def _receive(request: Request, path: FilePath, app_state: AppState) -> None:
-    """Write a body to a file as it comes, up to the limits of bytes and time."""
+async def receive_file(
+    request: Request, path: FilePath, app_state: AppState, *, most: int | None = None
+) -> None:
+    """Write a body to a file as it comes, up to the limits of bytes and time. `most` bytes may be fewer than
+    the server's limit."""
     limits = app_state.server.limits
-    check_length(request.scope, limits.upload_bytes)
+    most = limits.upload_bytes if most is None else min(most, limits.upload_bytes)
+    check_length(request.scope, most)
     size, more = 0, True
     clock = asyncio.get_running_loop().time
     end = clock() + limits.upload_seconds
@@ -511,8 +515,8 @@ async def _receive(request: Request, path: FilePath, app_state: AppState) -> Non
                 if message["type"] == "http.disconnect":
                     raise ClientLeft
                 size += len(message.get("body", b""))
-                if size > limits.upload_bytes:
-                    raise too_large(limits.upload_bytes)
+                if size > most:
+                    raise too_large(most)
                 await asyncio.to_thread(write, message.get("body", b""))
                 more = message.get("more_body", False)
     except TimeoutError:

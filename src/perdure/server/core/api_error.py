@@ -19,6 +19,7 @@ from perdure.errors import (
     CannotRewindError,
     ClosedError,
     ContextOverflow,
+    DeadlyFileError,
     EngineError,
     InvalidInputError,
     ModelNotFoundError,
@@ -190,6 +191,7 @@ _PLAIN = {
     "store_unavailable": "the server cannot use its store now, and nothing was stored: ask again later",
     "out_of_memory": "the server has no memory for this: ask again later, or ask for less",
     "engine_unavailable": "the engine cannot answer now: ask again later",
+    "model_unusable": "this model cannot be used here: name another one, or tell the operator",
     "stopping": "the server is stopping: ask again once it is back",
 }
 _FAILED = "the server failed; its log says more"
@@ -302,5 +304,6 @@ BY_CLASS: tuple[tuple[type[PerdureError], int, str, str], ...] = (
     (OutOfMemoryError, 503, "server_error", "out_of_memory"),
     (EngineError, 503, "server_error", "engine_unavailable"),
     (ClosedError, 503, "server_error", "stopping"),
+    (DeadlyFileError, 500, "server_error", "model_unusable"),
     (PerdureError, 500, "server_error", "internal_error"),
 )

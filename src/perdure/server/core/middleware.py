@@ -9,6 +9,7 @@ body_limits   bodies that are too large, too slow, too deep, or of the wrong typ
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 import re
@@ -23,6 +24,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from perdure.chat.prefetch import PAYER
+from perdure.extension import extensions
 from perdure.server.core.api_error import (
     PROTOCOL,
     ApiError,
@@ -369,8 +371,12 @@ _STEP[list(b"}]")] = -1
 JSON_TYPE = "application/json"
 FILE_TYPE = "application/octet-stream"
 _OF_BROWSERS = {b"origin", b"referer", b"sec-fetch-site", b"sec-fetch-mode", b"sec-fetch-dest"}
-UPLOADS = ("/v1/sessions/import",)
-"""Where a body is a file: it is read by its route, and never held in memory."""
+
+
+@functools.cache
+def uploads() -> frozenset[str]:
+    """The paths where a body is a file: it is read by its route, and never held in memory."""
+    return frozenset({"/v1/sessions/import"}.union(*(each.uploads for each in extensions().values())))
 
 
 class BodyLimits:
@@ -395,7 +401,7 @@ class BodyLimits:
         try:
             with self._state.in_flight.admit(self._limits.requests):
                 scope = typed(scope)
-                if scope["path"] in UPLOADS:
+                if scope["path"] in uploads():
                     await self._upload(scope, receive, send)
                 else:
                     await self._app(scope, await self._whole(scope, receive), send)
@@ -476,7 +482,7 @@ def typed(scope: Scope) -> Scope:
     """
     if scope["method"] not in ("POST", "PUT", "PATCH"):
         return scope
-    expected_type = FILE_TYPE if scope["path"] in UPLOADS else JSON_TYPE
+    expected_type = FILE_TYPE if scope["path"] in uploads() else JSON_TYPE
     headers = dict(scope["headers"])
     content_type = headers.get(b"content-type", b"").decode("latin-1")
     if content_type.partition(";")[0].strip().lower() == expected_type:

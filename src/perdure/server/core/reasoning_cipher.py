@@ -14,6 +14,8 @@ import hmac
 import zlib
 
 _TAG = 32
+_WIDEST = 4
+"""Bytes of a character."""
 
 
 class ReasoningCipher:
@@ -47,7 +49,9 @@ class ReasoningCipher:
         packed = self._hidden(hidden, tag)
         if not hmac.compare_digest(tag, self._tag(packed, namespace)):
             return None
-        return zlib.decompress(packed).decode("utf-8", "surrogatepass")
+        unpacking = zlib.decompressobj()
+        text = unpacking.decompress(packed, _WIDEST * self.limit)
+        return text.decode("utf-8", "surrogatepass") if unpacking.eof else None
 
     def _tag(self, packed: bytes, namespace: str) -> bytes:
         name = namespace.encode()

@@ -18,6 +18,7 @@ from perdure.engine.adapters import is_name, parse_scaled
 from perdure.engine_config import EngineConfig, engine_options
 from perdure.errors import InvalidInputError, PerdureError
 from perdure.models import read_parts
+from perdure.models.card import is_projector
 from perdure.models.placement import Sizes
 from perdure.options import Option
 
@@ -248,7 +249,7 @@ def _read(text: str, collected: _Collected) -> None:
 def _read_folder(folder: Path, collected: _Collected) -> None:
     files = [path for path in sorted(folder.rglob("*.gguf")) if not _LATER_PART.search(path.name)]
     # A projector is no model by itself.
-    files = [path for path in files if not path.name.startswith("mmproj")]
+    files = [path for path in files if not is_projector(path.name)]
     if not files:
         raise InvalidInputError(f"--model {folder}: there is no GGUF file in that folder")
     specs: list[ModelSpec] = []

@@ -167,6 +167,10 @@ _SAID = 1 << 20
 """Bytes that are read of one line of a child, and of what it wrote as errors."""
 
 
+_PRINTED = 64 << 20
+"""Bytes that a child may print in all."""
+
+
 def run_child(command: Sequence[str], seconds: float) -> _Ended:
     """Run a child to its end. Each line of its output gives it so many seconds for the next."""
     overdue = threading.Event()
@@ -175,7 +179,7 @@ def run_child(command: Sequence[str], seconds: float) -> _Ended:
         overdue.set()
         child.kill()
 
-    lines = []
+    lines, left = [], _PRINTED
     with (
         tempfile.TemporaryFile() as errors,
         # An abort calls up no debugger.
@@ -197,6 +201,9 @@ def run_child(command: Sequence[str], seconds: float) -> _Ended:
                 if not line:
                     break
                 lines.append(line)
+                left -= len(line)
+                if left < 0:
+                    kill(child)
             timer = BackgroundTimer(seconds, kill, child, name="perdure-probe")
             timer.start()
             code = child.wait()

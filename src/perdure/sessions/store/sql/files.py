@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Sequence
 
-from perdure.errors import StoreError
+from perdure.errors import CorruptStateError
 from perdure.sessions.store.sql.database import Database
 from perdure.sessions.store.sql.usage import UsageTable
 from perdure.sessions.turn import Turn
@@ -101,7 +101,7 @@ class FileTable:
             ):
                 if hashlib.sha256(data).digest() != bytes(checksum):
                     whose = f" of namespace {namespace!r}" if namespace else ""
-                    raise StoreError(f"the image {digest[:12]}…{whose} is damaged")
+                    raise CorruptStateError(f"the image {digest[:12]}…{whose} is damaged")
 
     def _numbers(self, namespace: str, digests: Sequence[str]) -> list[int]:
         if not digests:

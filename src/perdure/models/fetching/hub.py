@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from perdure.atomic import read_text
 from perdure.errors import FetchError, ModelNotFoundError
 from perdure.identity import content_digest
-from perdure.models.card import part_names
-from perdure.models.download import (
+from perdure.models.card import is_projector, part_names
+from perdure.models.fetching.download import (
     Remote,
     RemoteBytes,
     check_free_space,
@@ -90,11 +90,27 @@ def candidates(files: Sequence[str], tag: str | None) -> list[str]:
     # The names are the server's: one that leads out of its folder must never reach the disk.
     first = {_all_parts(name)[0] for name in files if name.lower().endswith(".gguf") and stays_inside(name)}
     # Vision and audio projectors belong to a model; they are none.
-    models = sorted(name for name in first if not PurePosixPath(name).name.lower().startswith("mmproj"))
+    models = sorted(name for name in first if not is_projector(PurePosixPath(name).name))
     if tag is None:
         return models
     word = re.compile(rf"(?<![a-z0-9_]){re.escape(tag.lower())}(?![a-z0-9_])")
     return [name for name in models if word.search(name.lower())]
+
+
+def _projector(files: Sequence[str], model: str) -> list[str]:
+    """The projector of a model that reads images: the file of its folder with mmproj in its name; of several,
+    the one in 16 bits."""
+    beside = sorted(
+        name
+        for name in files
+        if name.lower().endswith(".gguf")
+        and is_projector(PurePosixPath(name).name)
+        and PurePosixPath(name).parent == PurePosixPath(model).parent
+        and name != model
+        and stays_inside(name)
+    )
+    by_kind = [name for kind in ("-f16", "_f16", "bf16", "") for name in beside if kind in name.lower()]
+    return by_kind[:1]
 
 
 def chosen(files: Sequence[str], tag: str | None) -> list[str]:
@@ -116,13 +132,19 @@ def fetch_hub(
 
     With `folders` that may be a folder of safetensors, which only an engine for such can open.
     """
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, errors
 
     api = HfApi(endpoint=endpoint, library_name="perdure")
     folder = hub_folder(source, models)
     with fetch_lock(models, f"hub--{source.repo}"), _plainly(source), web() as client:
         whole = _folder_of(api, source) if folders else []
-        names = tuple(whole) or _all_parts(source.file or _choose(api, source))
+        names = tuple(whole)
+        if not whole:
+            model = source.file or _choose(api, source)
+            # What is wrong with a repo is said of the model.
+            names = _all_parts(model)
+            with suppress(errors.HfHubHTTPError):
+                names = (*names, *_projector(_files(api, source), model))
         remotes = [_remote(api, source, name) for name in names]
         waiting = [
             (name, remote)

