@@ -63,6 +63,7 @@ EXEMPT = {
     "ext/inspection/child.py": ("readline", "the one line of the process that started it"),
     "server/core/reasoning_cipher.py": ("zlib.decompressobj", "it is given the most that it may unpack to"),
     "ext/images/pixels.py": ("Image.open", "pixels are counted by the header before any is unpacked"),
+    "ext/chat_imports/export_file.py": ("zipfile.ZipFile", "what it unpacks is counted over all its files"),
     "libraries/runtime.py": ("extractall", "out of open_zip, which has counted what it unpacks to"),
     "ext/images/child.py": ("wave.open", "samples are counted by the header before any is read"),
 }
@@ -72,7 +73,7 @@ HELPERS = {
     "models/fetching/wheel.py": {"gzip.open", "tarfile.open", "zipfile.ZipFile"},
 }
 """What the helpers do themselves, behind a bound."""
-MOST_EXEMPT = 12
+MOST_EXEMPT = 13
 
 
 def unbounded(tree: ast.AST) -> Iterator[tuple[int, str]]:
