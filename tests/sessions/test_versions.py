@@ -19,7 +19,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import perdure
-from perdure.cli.app import app
+from perdure.cli.app import add_extensions, app
 from perdure.errors import (
     CorruptStateError,
     IncompatibleStateError,
@@ -37,6 +37,7 @@ from perdure.testing.toy import ToyModel
 
 DATA = Path(__file__).parent / "data"
 LAST = len(MIGRATIONS)
+add_extensions()
 VERSIONS = range(1, LAST + 1)
 BACKED_UP = range(3, LAST + 1)
 """Versions 1 and 2 had no backups."""
