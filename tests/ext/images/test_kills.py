@@ -56,6 +56,6 @@ def test_s1_e1_a_kill_at_any_write_of_an_image_leaves_nothing_half_there(
         if ended == 0:
             break
         kills += 1
-        if where in ("encode", 2, 5):
+        if where in ("encode", 2):
             assert run(model, store, file) == (0, cold)
-    assert kills >= 6
+    assert kills >= 5
