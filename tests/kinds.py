@@ -58,6 +58,7 @@ SMOKE = (
     "libraries/",
     "page/test_talk.py",
     "sessions/",
+    "store/test_index.py",
     "test_kinds.py",
     "test_loading.py",
     "test_option_names.py",
@@ -104,24 +105,31 @@ def kind_of(item: pytest.Item) -> str:
 @functools.cache
 def of_file(path: Path) -> frozenset[str]:
     """What a file starts by what it imports, and by what the helpers start that it imports."""
-    tree = ast.parse(path.read_text("utf-8"))
     modules: set[str] = set()
     words: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Name):
+            words.add(node.id)
+        elif isinstance(node, ast.keyword):
+            words.add(node.arg or "")
+        elif isinstance(node, ast.Import):
             modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             modules |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-        elif isinstance(node, ast.Name):
-            words.add(node.id)
-        elif isinstance(node, ast.keyword) and node.arg:
-            words.add(node.arg)
-    kinds = {kind for word, kind in _BY_WORD.items() if word in words}
-    for module in modules:
-        parts = module.split(".")
-        names = {".".join(parts[:length]) for length in range(1, len(parts) + 1)}
-        kinds |= {_BY_MODULE[name] for name in names if name in _BY_MODULE}
-        helper = TESTS.joinpath(*parts).with_suffix(".py")
-        if helper.is_file() and not helper.name.startswith(("conftest", "test_")) and helper != path:
-            kinds |= of_file(helper)
-    return frozenset(kinds)
+    of_words = (kind for word, kind in _BY_WORD.items() if word in words)
+    of_helpers = (of_file(each) for each in map(_helper, modules) if each and each != path)
+    return frozenset(of_words).union(*map(_of_module, modules), *of_helpers)
+
+
+@functools.cache
+def _of_module(module: str) -> frozenset[str]:
+    parts = module.split(".")
+    names = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
+    return frozenset(_BY_MODULE[name] for name in names if name in _BY_MODULE)
+
+
+@functools.cache
+def _helper(module: str) -> Path | None:
+    """The file of a module that tests share."""
+    helper = TESTS.joinpath(*module.split(".")).with_suffix(".py")
+    return helper if helper.is_file() and not helper.name.startswith(("conftest", "test_")) else None

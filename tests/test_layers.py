@@ -57,7 +57,9 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "block",
         "prefix_search",
         "eviction",
+        "held_blocks",
         "kept_prefixes",
+        "drop_plan",
         "tiers",
         "block_cache",
         "slots",
@@ -76,7 +78,7 @@ INSIDE: dict[str, tuple[str, ...]] = {
         "write_behind",
         "tiered",
     ),
-    "cache/slots": ("checkpoints", "placement", "swap_slots", "cache"),
+    "cache/slots": ("checkpoints", "checkpoint_store", "placement", "swap_slots", "cache"),
 }
 """The order within a folder, from low to high, of its folders and modules."""
 

@@ -14,7 +14,7 @@ import pytest
 import perdure
 from homes import new_home
 
-MODULES, LINES = 131, 35_050
+MODULES, LINES = 129, 32_800
 """Of ours, at most: 2% more than it was when they were last counted."""
 CODE = """
 import json, sys
@@ -55,19 +55,39 @@ def test_a_first_reply_loads_few_modules(loaded: dict[str, int]) -> None:
 @pytest.mark.parametrize(
     "part",
     [
+        "cache.drop_plan",
+        "cache.held_blocks",
+        "cache.prefix_cache",
+        "cache.slots.checkpoint_store",
+        "chat.parsing.json_calls",
+        "chat.parsing.prefill",
         "chat.plans",
         "chat.prefetch",
+        "chat.template.rewriting",
         "decode.choice",
         "decode.sampling.grammar",
+        "decode.sampling.rare_cuts",
+        "decode.sampling.repetition",
+        "decode.step_events",
         "engine.embedder",
         "engine.inspection",
+        "engine.llama.layer_plan",
+        "engine.logits",
+        "events.subscription",
         "ext",
         "libraries.archive",
         "libraries.npm_registry",
         "models.adapter_file",
-        "models.download",
-        "models.hub",
+        "models.catalogue",
+        "models.fetching",
+        "models.inventory",
+        "models.names",
+        "models.ways_to_open",
         "sessions.fold",
+        "sessions.memories",
+        "sessions.pending_info",
+        "sessions.store.sql.memories",
+        "sessions.store.sqlite.folder",
         "worker",
     ],
 )

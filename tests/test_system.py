@@ -201,7 +201,7 @@ class TestSync:
         assert calls == []
 
     def test_databases_ask_for_it(self, tmp_path: Path) -> None:
-        """SQLite has a setting of its own, off by default even on macOS."""
+        """SQLite has a separate setting, off by default even on macOS."""
         seen: list[str] = []
         connect = sqlite3.connect
 

@@ -21,10 +21,12 @@ QUICK = (
     "tests/store/test_index.py",
     "tests/server/test_chat.py",
     "tests/server/test_messages.py",
-    "tests/server/test_openapi.py::test_every_operation_documents_its_errors",
+    "tests/server/test_documented_errors.py",
     "tests/cli/test_command_names.py",
 )
 """Some of each part."""
+_SPARED = ("-p", "no:schemathesis")
+"""A plugin that takes longer to load than these tests need."""
 
 
 def run(hidden: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -35,7 +37,7 @@ def run(hidden: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     # One by one on the toy engine alone, where there is a choice: the file knows no extension.
     kinds = "not soak and not model and not full" + (" and not engine" if hidden != "all" else "")
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-m", kinds, "-n", "0", *arguments],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-m", kinds, "-n", "0", *_SPARED, *arguments],
         cwd=TESTS.parent,
         env=environment,
         capture_output=True,

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from perdure.errors import PerdureError
 from perdure.models.catalogue import CatalogueModel, catalogue, data_file, find
-from perdure.models.hub import hub_size
+from perdure.models.fetching.hub import hub_size
 from perdure.models.registry import HubSource
 
 TOLERANCE = 0.03

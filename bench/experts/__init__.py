@@ -23,8 +23,8 @@ from bench.machine import Watch
 from bench.processes.random_model import MIXTURE, SMALL_MIXTURE, write
 from perdure import Model, models
 from perdure.config import settings
+from perdure.engine.llama.layer_plan import plan_offload
 from perdure.engine.llama.native import library
-from perdure.engine.llama.offload import plan_offload
 from perdure.models.placement import ModelPlacement, Sizes
 
 GIB = 1 << 30

@@ -11,7 +11,8 @@ from itertools import cycle
 from bench.growing.measure import FLAT, ROOT, SIZE, Operation, block, growing, new_folder, prompt
 from bench.harness import Figure, Gauge, Run, at_most
 from perdure.cache.block import PrefixHit, chain
-from perdure.cache.kept_prefixes import KeptPrefixes, drop_plan
+from perdure.cache.drop_plan import drop_plan
+from perdure.cache.kept_prefixes import KeptPrefixes
 from perdure.cache.prefix_search import ANY_TOKEN
 from perdure.cache.slots.cache import SlotCache
 from perdure.cache.tiers.disk import DiskTier

@@ -14,8 +14,9 @@ from perdure.engine.contract import Capabilities
 from perdure.engine.embedder import Embedder, Pooling
 from perdure.engine.inspection import KeyValues, StepLogits, Trace
 from perdure.engine.llama.model import Model
-from perdure.engine.logits import Candidate, LogitsView
+from perdure.engine.logits import LogitsView
 from perdure.engine.state import Checkpoint
+from perdure.engine.step import Candidate
 from perdure.errors import (
     AmbiguousError,
     BusyError,
@@ -65,7 +66,7 @@ from perdure.errors import (
     UnsupportedSystemError,
 )
 from perdure.events.event import Event
-from perdure.events.hub import Subscription
+from perdure.events.subscription import Subscription
 from perdure.ext.evaluation.evaluate import Evaluation, evaluate
 from perdure.ext.fit.fit import Fit, fit, fit_all
 from perdure.identity import Identity

@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure import system
-from perdure.cache.prefix_cache import PrefixCache, PrefixCacheCalls
 from perdure.cache.slots.cache import SlotCache
 from perdure.decode.engine_loop import CHUNK, STALL, EngineLoop
 from perdure.decode.output_queue import OutputQueue
@@ -33,6 +32,7 @@ from perdure.events.hub import EventHub
 from perdure.request_options import Sampling
 
 if TYPE_CHECKING:
+    from perdure.cache.prefix_cache import PrefixCache, PrefixCacheCalls
     from perdure.cache.tiers.base import BlockTier
     from perdure.cache.tiers.codec import Encryption
     from perdure.decode.drafter import Drafter
@@ -342,16 +342,11 @@ class LocalBackend(AlwaysLoaded):
             self._embeddings: EmbeddingQueue | None = None
             self._embeddings_lock = threading.Lock()
             self._closed = False
-            self.cache = PrefixCache(
-                slot_cache,
-                tokenize=self._tokenize,
-                read=self._read_only,
-                adapters=self.adapters,
-                call=self.engine_loop.call,
-                post=self.engine_loop.post,
-                post_in_quiet=self.engine_loop.post_in_quiet,
-                peek=self.engine_loop.peek,
-            )
+            self._cache: PrefixCache | None = None
+            self._cache_lock = threading.Lock()
+            if slot_cache.tiers.lower:
+                # It lists the prefixes that a lower tier has kept.
+                _ = self.cache
             undo.pop_all()
 
     @property
@@ -378,6 +373,26 @@ class LocalBackend(AlwaysLoaded):
 
     def embedding_width(self) -> int:
         return self.embeddings.width
+
+    @property
+    def cache(self) -> PrefixCache:
+        """Made for the first caller who asks what is kept."""
+        with self._cache_lock:
+            if self._cache is None:
+                from perdure.cache.prefix_cache import PrefixCache
+
+                loop = self.engine_loop
+                self._cache = PrefixCache(
+                    self.slot_cache,
+                    tokenize=self._tokenize,
+                    read=self._read_only,
+                    adapters=self.adapters,
+                    call=loop.call,
+                    post=loop.post,
+                    post_in_quiet=loop.post_in_quiet,
+                    peek=loop.peek,
+                )
+            return self._cache
 
     @property
     def embeddings(self) -> EmbeddingQueue:

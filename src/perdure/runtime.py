@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast
 import numpy as np
 
 from perdure.backend import Backend
-from perdure.cache.prefix_cache import PrefixCacheCalls
 from perdure.chat.chat_format import ChatFormat
 from perdure.chat.message import Message, parse_messages
 from perdure.chat.options import ChatKeywords, ChatOptions, TurnKeywords
@@ -26,18 +25,21 @@ from perdure.decode.stream import Stream, one_request, result_of, submitted
 from perdure.engine.adapters import Scales, absolute_scales
 from perdure.engine.contract import Tokenizer, Tokens
 from perdure.errors import InvalidInputError, TokenError
-from perdure.events.hub import LIMIT, Subscription
+from perdure.events import LIMIT
 from perdure.extension import part
 from perdure.options import unknown_options
 from perdure.sessions.session import Session
-from perdure.sessions.sessions import Memories, Sessions
+from perdure.sessions.sessions import Sessions
 from perdure.sessions.store.base import SessionStore
 from perdure.sessions.store.registry import store_folder
 
 if TYPE_CHECKING:
+    from perdure.cache.prefix_cache import PrefixCacheCalls
     from perdure.decode.choice import Choice, Normalisation, OptionScoring
     from perdure.decode.embedding import EmbeddingFuture, Embeddings, RankedText
     from perdure.events.event import Observer
+    from perdure.events.subscription import Subscription
+    from perdure.sessions.memories import Memories
     from perdure.store.owner import StoreLock
     from perdure.worker.listener import Listener
 

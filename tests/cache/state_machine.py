@@ -338,7 +338,7 @@ class RuntimeMachine(RuleBasedStateMachine):
     @precondition(have_talks)
     @rule(talk=talks, own=st.sampled_from([0.0, 1.0, 2.0]))
     def ask_with_own_adapters(self, talk: int, own: float) -> None:
-        """T1: one turn with adapters of its own, in the midst of a conversation."""
+        """T1: one turn with separate adapters, in the midst of a conversation."""
         found = self.pick(talk)
         prompt = [*found.tokens, 7][: self.longest]
         self.say(prompt, found.space, own=own)

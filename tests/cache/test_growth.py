@@ -18,7 +18,8 @@ import perdure
 from counting import calls_of, size_of
 from perdure.cache import kept_prefixes, prefix_search
 from perdure.cache.block import Block, BlockId, chain
-from perdure.cache.kept_prefixes import KeptPrefixes, drop_plan
+from perdure.cache.drop_plan import drop_plan
+from perdure.cache.kept_prefixes import KeptPrefixes
 from perdure.cache.prefix_search import ANY_TOKEN
 from perdure.cache.slots import placement
 from perdure.cache.slots.cache import SlotCache

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from counting import size_of
-from perdure.cache.kept_prefixes import HELD, HeldBlocks
+from perdure.cache.held_blocks import HELD, HeldBlocks
 
 
 class Clock:

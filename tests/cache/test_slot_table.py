@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from perdure.cache.slots.checkpoints import CheckpointList, Point, PrefixHash
+from perdure.cache.slots.checkpoint_store import CheckpointList, PrefixHash
+from perdure.cache.slots.checkpoints import Point
 from perdure.cache.slots.placement import SlotTable
 from perdure.engine.adapters import PLAIN
 from perdure.testing.toy import ToyModel

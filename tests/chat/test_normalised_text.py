@@ -11,10 +11,10 @@ from bench.processes.reread import marks_of
 
 import perdure
 from perdure import Template
-from perdure.chat import normaliser
 from perdure.chat.chat_format import ChatFormat
 from perdure.chat.message import parse_messages
 from perdure.chat.options import ChatOptions
+from perdure.chat.template import rewriting
 from perdure.chat.template.template import UNGUARDED
 from perdure.testing.toy import ToyModel
 
@@ -81,9 +81,9 @@ def test_what_is_written_instead_brings_in_no_control_token_i6(path: Path) -> No
 def test_without_the_guard_a_mark_would_come_in_i6(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check has teeth: of Gemma 2, whose tools and calls are written into the text."""
     [path] = [each for each in ALL if each.stem == "google-gemma-2-2b-it"]
-    normalising = normaliser._Normalising
+    rewriter = rewriting.MessageRewriter
     monkeypatch.setattr(
-        normaliser, "_Normalising", lambda shown, writer, guard: normalising(shown, writer, UNGUARDED)
+        rewriting, "MessageRewriter", lambda shown, writer, guard: rewriter(shown, writer, UNGUARDED)
     )
     with runtime(path) as rt:
         usual = marks_in(rt.chat_format, "x")

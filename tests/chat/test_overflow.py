@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from perdure.chat.chat_format import drop_oldest
 from perdure.chat.message import Message
+from perdure.chat.plans import drop_oldest
 
 SYSTEM = Message(role="system", content="Be terse.")
 FITS = 20

@@ -13,7 +13,7 @@ from perdure import Runtime, Template
 from perdure.chat.formats.registry import detect
 from perdure.chat.message import Message
 from perdure.chat.options import ChatOptions
-from perdure.chat.reply import Prefill
+from perdure.chat.parsing.prefill import Prefill
 from perdure.errors import InvalidInputError
 from perdure.testing.toy import ToyModel
 

@@ -112,7 +112,7 @@ def test_the_deltas_of_each_sample_add_up_to_it(way: str, asynchronous: bool) ->
 
 @pytest.mark.parametrize("way", WAYS)
 def test_who_takes_no_more_is_called_no_more_until_it_asks_again(way: str) -> None:
-    """H3: also where the reply goes on in another request, which has deltas of its own."""
+    """H3: also where the reply goes on in another request, which has separate deltas."""
     calls: list[list[ChatDelta]] = []
 
     def take(deltas: list[ChatDelta]) -> bool:

@@ -1,4 +1,4 @@
-"""Rows in columns: in a narrow terminal what people copy has a line of its own, and is whole."""
+"""Rows in columns: in a narrow terminal what people copy has a separate line, and is whole."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ case "$KIND" in
 esac
 exec "$@"
 """
-"""A home on a disk of its own, in a mount namespace of its own."""
+"""A home on a separate disk, in a mount namespace of its own."""
 
 
 def on_a_disk(
@@ -135,7 +135,7 @@ def on_a_disk(
         timeout=PATIENCE,
     )
     if done.returncode == 99 or "unshare" in done.stderr:
-        pytest.skip("this user may not mount a disk of its own")
+        pytest.skip("this user may not mount a separate disk")
     return done
 
 
@@ -320,7 +320,7 @@ def test_ctrl_c_while_a_model_or_a_library_is_made_ready_leaves_nothing_half_don
 
 
 def test_nothing_slow_is_imported_before_the_command_hears_ctrl_c() -> None:
-    """Until `main` runs, Python ends in a traceback of its own. Modules that Python itself starts with cost
+    """Until `main` runs, Python ends in a separate traceback. Modules that Python itself starts with cost
     nothing."""
     source = Path(perdure.__path__[0]).parent
     told = (

@@ -48,7 +48,7 @@ def refusal(rt: Runtime, grammar: Grammar) -> str:
 
 
 def test_a_schema_that_ends_the_process_that_compiles_it_is_an_error_y25() -> None:
-    """Y25: in a program of its own, which lives on, whatever way the schema comes in."""
+    """Y25: in a separate program, which lives on, whatever way the schema comes in."""
     program = """
 import perdure
 from perdure.testing.toy import ToyModel

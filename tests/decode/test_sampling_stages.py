@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 
 from perdure import Sampling
 from perdure.decode.sampling import sampler as together
-from perdure.decode.sampling.sampler import STAGES, Sampler, Temperature, TopK, TopP, draw
+from perdure.decode.sampling.sampler import STAGES, LateStage, Sampler, Temperature, TopK, TopP, draw
 from perdure.decode.sampling.stage import Breakers
 
 BREAKERS: Breakers = {3: [()], 5: [(4,)], 9: [(1, 2)]}
@@ -78,6 +79,13 @@ def test_chains_draw_what_was_recorded() -> None:
 def test_every_setting_but_the_seed_belongs_to_a_stage() -> None:
     read = {name for stage in STAGES for name in stage.settings}
     assert read == {field.name for field in fields(Sampling)} - {"seed"}
+
+
+def test_a_late_stage_names_the_settings_that_its_class_reads() -> None:
+    for stage in STAGES:
+        if isinstance(stage, LateStage):
+            module = import_module(f"perdure.decode.sampling.{stage.module}")
+            assert getattr(module, stage.name).settings == stage.settings
 
 
 def test_a_chain_has_only_the_stages_that_its_settings_ask_for() -> None:

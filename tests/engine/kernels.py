@@ -1,4 +1,4 @@
-"""Answers one prompt on a store, in a process of its own: `python -m engine.kernels MODEL STORE GPU_LAYERS`.
+"""Answers one prompt on a store, in a separate process: `python -m engine.kernels MODEL STORE GPU_LAYERS`.
 
 Prints how many tokens were reused and the chosen ones; a library is loaded once a process.
 """

@@ -233,7 +233,7 @@ def test_a_slow_decode_honours_a_stop() -> None:
 @every_kind
 @pytest.mark.parametrize("shared", [False, True])
 def test_b6_whichever_native_call_fails_the_ledger_stays_true(kind: type[MemorySpec], shared: bool) -> None:
-    """Every call of a long history fails once, each in a run of its own."""
+    """Every call of a long history fails once, each in a separate run."""
     model = ToyModel(kind)
     calls, number = 1, 0
     while number < calls:

@@ -152,6 +152,7 @@ PLANTED = {
     "perdure-pending": (HERE, "test_what_is_written_behind_a_reply"),
     "perdure-pool": (HERE, "test_the_pool"),
     "perdure-prefetch": (HERE, "test_prefetching_goes_on_with_what_is_due_next"),
+    "perdure-pdf": (HERE, "test_a_timer_that_fails_says_so"),
     "perdure-probe": (HERE, "test_a_timer_that_fails_says_so"),
     "perdure-pull": (HERE, "test_a_pull_that_fails_leaves_the_next_one_free"),
     "perdure-pulse": (HERE, "test_the_pulse_of_the_engines_process"),

@@ -39,8 +39,9 @@ from perdure.events.event import (
     Woken,
     event_of,
 )
-from perdure.events.hub import EventHub, Subscription
+from perdure.events.hub import EventHub
 from perdure.events.sinks import JsonLines, json_line
+from perdure.events.subscription import Subscription
 from perdure.testing.toy import ToyModel
 from worker.engines import isolated
 
@@ -223,7 +224,7 @@ def test_short_memory_and_a_full_cache_are_told(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("perdure.system.available_memory", lambda: 1 << 20)
     with toy(cache=4096) as rt, rt.events(["CachePressure", "MemoryPressure"]) as events:
         for number in range(12):
-            rt.generate(f"{number} is a prompt of its own " * 4, max_tokens=2, ignore_eos=True)
+            rt.generate(f"{number} is a separate prompt " * 4, max_tokens=2, ignore_eos=True)
         told = events.poll()
     short = next(event for event in told if isinstance(event, MemoryPressure))
     assert short.available == 1 << 20
@@ -416,7 +417,7 @@ def test_tokens_that_were_guessed_ahead_are_told_with_their_own_rows() -> None:
 
 
 def test_tokens_are_told_in_order_while_others_come_and_go() -> None:
-    """Whoever comes or goes has what was held back told, in a thread of its own."""
+    """Whoever comes or goes has what was held back told, in a separate thread."""
     interval, over = sys.getswitchinterval(), threading.Event()
     with toy() as rt, rt.events(limit=100_000) as events:
 

@@ -137,7 +137,7 @@ def test_the_quantisation_has_its_usual_name(value: int | None, name: str, card:
     assert card("llama", pairs).quantisation == name
 
 
-# In a process of its own: the engine's log and its threads stay out of this one.
+# In a separate process: the engine's log and its threads stay out of this one.
 ASK = """
 import json, sys
 from perdure.engine.llama.native import library

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from playwright.sync_api import expect
 
@@ -148,6 +150,24 @@ def test_a_picture_is_shown_with_its_cost_sent_and_there_after_a_restart(
     user.page.wait_for_function(
         f"() => ({drawn})([...document.querySelectorAll('.turn .picture-button img')])"
     )
+
+
+@pytest.mark.skipif(
+    "PERDURE_SCREENSHOTS" not in os.environ, reason="PERDURE_SCREENSHOTS=1 makes the pictures"
+)
+def test_picture_of_what_goes_along(
+    open_page: OpenPage, seeing: Callable[[], LiveServer], images: Path
+) -> None:
+    pictures = pytest.importorskip("ext.images.pictures")
+    down, across = np.mgrid[0:160, 0:240]
+    sky = np.stack([90 + down, 140 + down // 2, 220 - down // 3 + across // 12], axis=-1).astype(np.uint8)
+    user = open_page(seeing(), color_scheme="light", viewport={"width": 1200, "height": 760})
+    give(user, "evening.png", "image/png", pictures.as_file(sky))
+    give(user, "garden.pdf", "application/pdf", files.pdf("Ferns like shade", "Herbs do not"))
+    expect(user.page.locator(".files li").nth(1)).to_contain_text("pages")
+    expect(user.page.locator(".files li").nth(0)).to_contain_text("tokens")
+    user.write("What grows in the shade, and when was this taken?")
+    user.page.screenshot(path=images / "attached-light.png", animations="disabled")
 
 
 @pytest.mark.extension("images")

@@ -198,3 +198,6 @@ def test_pictures_of_the_main_views(
         user.page.locator("#conversation").evaluate("element => element.scrollTop = 0")
     images.mkdir(exist_ok=True)
     user.page.screenshot(path=images / f"{view}-{scheme}.png", animations="disabled")
+    if scheme == "light" and view in ("talk", "sessions"):
+        user.page.set_viewport_size({"width": 390, "height": 760})
+        user.page.screenshot(path=images / f"{view}-phone.png", animations="disabled")

@@ -1,6 +1,6 @@
 """Open WebUI itself, started by `perdure launch` (soak): somebody signs up, sees the models, and talks.
 
-It is run where it is installed, since it is large: `pip install open-webui` into an environment of its own,
+It is run where it is installed, since it is large: `pip install open-webui` into a separate environment,
 whose `bin` is on the PATH, or is named by PERDURE_OPEN_WEBUI.
 """
 

@@ -35,7 +35,7 @@ from perdure import (
     TokenError,
 )
 from perdure.engine.contract import Batch, Outcome
-from perdure.engine.logits import Step
+from perdure.engine.step import Step
 from promises.kinds import FULL, Kind, prompt
 from zoo import folders
 

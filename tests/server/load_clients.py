@@ -1,7 +1,7 @@
 """Clients of the load test, in a process of their own.
 
-`python -m server.load_clients URL FIRST COUNT SECONDS`, in the folder tests. Prints what was acknowledged to
-each of them, and what they met, as JSON.
+`python -m server.load_clients URL FIRST COUNT SECONDS KEYS`, in the folder tests. Clients have the
+keys in the file KEYS, one a line, in turn. Prints what was acknowledged to each, and what they met, as JSON.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import json
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,8 +25,9 @@ OVERFLOW = {"overflow": "drop_oldest"}
 class Clients:
     """Turn after turn in one session each, streamed; some leave in the middle of a turn."""
 
-    def __init__(self, url: str, seconds: float) -> None:
+    def __init__(self, url: str, seconds: float, secrets: Sequence[str]) -> None:
         self._url = url
+        self._secrets = secrets
         self._ends = time.monotonic() + seconds
         self.acknowledged: dict[str, list[str]] = {}
         self.counts: Counter[str] = Counter()
@@ -35,7 +38,10 @@ class Clients:
     async def _talk(self, number: int) -> None:
         name = f"client-{number}"
         said = self.acknowledged[name] = []
-        async with httpx.AsyncClient(base_url=self._url, timeout=PATIENCE, trust_env=False) as client:
+        headers = {"authorization": f"Bearer {self._secrets[number % len(self._secrets)]}"}
+        async with httpx.AsyncClient(
+            base_url=self._url, headers=headers, timeout=PATIENCE, trust_env=False
+        ) as client:
             assert (await client.post("/v1/sessions", json={"name": name})).status_code == 201
             at = 0
             while time.monotonic() < self._ends:
@@ -65,7 +71,7 @@ class Clients:
 
 def main() -> None:
     url, first, count, seconds = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
-    clients = Clients(url, seconds)
+    clients = Clients(url, seconds, Path(sys.argv[5]).read_text().split())
     asyncio.run(clients.run(range(first, first + count)))
     print(json.dumps({"acknowledged": clients.acknowledged, "counts": clients.counts}))
 

@@ -76,7 +76,7 @@ EXEMPT = {
     "POST /v1/embeddings": "the same",
     "POST /v1/rerank": "the same, in test_rerank",
     "POST /rerank": "the same",
-    "POST /v1/sessions/{name}/turns/{turn}/analysis": "in a process of its own: test_analysis",
+    "POST /v1/sessions/{name}/turns/{turn}/analysis": "in a separate process: test_analysis",
     "POST /v1/sessions/import": "a file: test_uploads; its turns are counted by the same statement",
     "POST /v1/chats/import": "the same",
     "POST /v1/documents/text": COUNTS,

@@ -323,7 +323,7 @@ def test_stored_responses_at_hand_are_bounded_in_bytes_x13(monkeypatch: pytest.M
             assert client.get(f"{RESPONSES}/{response_id}").json()["metadata"] == {"n": str(number)}
 
 
-# Every field without a bound of its own: it is as large as its request may be.
+# Every field without a separate bound: it is as large as its request may be.
 
 
 def unbounded(

@@ -26,7 +26,7 @@ NAMESPACES = 64
 
 @dataclass
 class Tenant:
-    """A namespace of its own on a server that all tests share."""
+    """A separate namespace on a server that all tests share."""
 
     server: LiveServer
     namespace: str

@@ -301,7 +301,7 @@ def test_every_error_of_ours_has_a_status_of_its_own() -> None:
         for each in found
         if to_api_error(_any(each)).code == "internal_error" and not issubclass(each, NEVER_ASKED_FOR)
     }
-    # The parent of those that concern files; what is added below it needs a line of its own.
+    # The parent of those that concern files; what is added below it needs a separate line.
     assert plain == {ModelError}
 
 

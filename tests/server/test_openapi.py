@@ -25,10 +25,9 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from decode.observed import toy
-from perdure.server.app import build
-from perdure.server.core.server_state import ServerState
 from perdure.server.core.settings import ReplyDefaults
 from server.live_server import LiveServer, live_server, opened
+from server.test_documented_errors import document
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +40,6 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         live_server(rt, request_seconds=20.0, defaults=defaults) as server,
     ):
         yield server
-
-
-def _document() -> dict[str, Any]:
-    with opened(toy()) as rt:
-        document: dict[str, Any] = build(ServerState(runtime=rt, name="toy")).openapi()
-        return document
 
 
 def test_no_request_takes_a_thread_to_learn_who_asks() -> None:
@@ -65,11 +58,7 @@ CHECKS = (
     response_schema_conformance,
     negative_data_rejection,
 )
-schema = schemathesis.openapi.from_dict(_document())
-
-
-SHAPES = {"/v1/messages": "MessagesErrorAnswer", "/api/": "OllamaErrorAnswer", "": "ErrorAnswer"}
-"""Of errors, by the protocol of a path."""
+schema = schemathesis.openapi.from_dict(document())
 
 
 REQUIRED = ("/v1/messages",)
@@ -156,14 +145,3 @@ def ask(case: Any, server: LiveServer) -> None:
         # The line of a request has a limit, which is HTTP's.
         return
     case.validate_response(case.call(base_url=server.url), checks=CHECKS)
-
-
-def test_every_operation_documents_its_errors() -> None:
-    for path, methods in _document()["paths"].items():
-        for method, operation in methods.items():
-            if path == "/health":
-                continue
-            assert {"400", "401", "429", "503"} <= set(operation["responses"]), (method, path)
-            refused = operation["responses"]["400"]["content"]["application/json"]["schema"]
-            shape = next(shape for start, shape in SHAPES.items() if path.startswith(start))
-            assert refused == {"$ref": f"#/components/schemas/{shape}"}

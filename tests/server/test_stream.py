@@ -214,7 +214,7 @@ def test_an_answer_goes_out_in_no_more_pieces_than_tokens(monkeypatch: pytest.Mo
 
 
 def test_what_goes_wrong_before_the_first_event_is_raised_without_a_head() -> None:
-    """So it has a status of its own."""
+    """So it has a separate status."""
 
     async def work(sink: Sink) -> None:
         await asyncio.sleep(0)

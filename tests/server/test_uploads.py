@@ -12,7 +12,8 @@ import pytest
 
 from decode.observed import toy
 from perdure.server.core.middleware import FILE_TYPE
-from perdure.sessions.store.sqlite.store import TRANSFERS, SqliteStore
+from perdure.sessions.store.sqlite.folder import TRANSFERS
+from perdure.sessions.store.sqlite.store import SqliteStore
 from server.live_server import LiveServer, live_server, opened, raw
 
 IMPORT = "/v1/sessions/import"

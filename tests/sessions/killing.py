@@ -79,7 +79,7 @@ def settings(surface: str, seed: int) -> dict[str, Any]:
 
 
 def forked(work: Callable[[], Any]) -> Any:
-    """What `work` gives in a child of its own."""
+    """What `work` gives in a separate child."""
     reading, writing = os.pipe()
     if not (child := os.fork()):
         code = 1

@@ -18,7 +18,9 @@ from perdure import CorruptStateError, SessionError, StateError, StoreDamagedErr
 from perdure.sessions.sessions import Sessions
 from perdure.sessions.store.sql import tables
 from perdure.sessions.store.sql import tables as schema_module
-from perdure.sessions.store.sqlite.store import FILE, MARK, MIGRATIONS, SqliteStore
+from perdure.sessions.store.sqlite import FILE
+from perdure.sessions.store.sqlite.folder import MARK
+from perdure.sessions.store.sqlite.store import MIGRATIONS, SqliteStore
 from perdure.sessions.turn import Turn
 from perdure.testing.toy import ToyModel
 from sessions.talking import talking

@@ -8,7 +8,7 @@ import pytest
 
 from perdure import AmbiguousError, CorruptStateError, InvalidInputError, SessionError, SessionNotFoundError
 from perdure.sessions.info import parse_address
-from perdure.sessions.store.sql import tables
+from perdure.sessions.store.sql import memories as memory_rows
 from perdure.sessions.store.sql.tables import MEMORY_COLUMNS
 from perdure.store.index import Index
 from sessions.database import index_of
@@ -57,7 +57,7 @@ def test_x7_a_text_is_looked_for_in_a_few_memories_at_a_time(
 ) -> None:
     """I2: whoever has many memories, with long texts, keeps nobody else waiting for the index: a search has a
     reader of its own."""
-    monkeypatch.setattr(tables, "_SEARCHED", 3)
+    monkeypatch.setattr(memory_rows, "_SEARCHED", 3)
     with talking(toy, tmp_path) as talk:
         s = talk.session("alice")
         talk.say(s, "The cat is on the mat")

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 import perdure
 from perdure import ChatReply, LogitsView, Message, Runtime, Session, SessionError, Tool
-from perdure.sessions.pending_record import PendingInfo
+from perdure.sessions.pending_info import PendingInfo
 from perdure.sessions.sessions import Sessions
 from perdure.testing.toy import ToyModel
 from sessions.talking import said, talking, terse

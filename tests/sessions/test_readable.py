@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from perdure import InvalidInputError, Message, PerdureError, SessionError, StoreFullError, Turn
 from perdure.chat.formats.registry import family
 from perdure.chat.message import Tool, ToolCall
-from perdure.chat.parsing.json_scanner import Malformed
+from perdure.chat.parsing import Malformed
 from perdure.sessions.sessions import Sessions
 from perdure.sessions.store.sqlite.store import SqliteStore
 from perdure.testing.toy import ToyModel

@@ -53,7 +53,7 @@ class Book:
         self.kills = 0
 
     def write(self, chapter: int, parts: int, *, kill_after: int | None = None) -> None:
-        """A chapter in a process of its own, which is killed behind so many parts, in the midst of one."""
+        """A chapter in a separate process, which is killed behind so many parts, in the midst of one."""
         wanted = {**self._wanted, "chapter": chapter, "parts": parts, "threads": self._threads}
         command = [sys.executable, "-c", WRITER, json.dumps(wanted)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ)) as process:

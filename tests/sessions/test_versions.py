@@ -30,7 +30,9 @@ from perdure.errors import (
 )
 from perdure.sessions.sessions import Sessions
 from perdure.sessions.store.base import STREAM
-from perdure.sessions.store.sqlite.store import FILE, MIGRATIONS, SqliteStore, UseLock
+from perdure.sessions.store.sqlite import FILE
+from perdure.sessions.store.sqlite.folder import UseLock
+from perdure.sessions.store.sqlite.store import MIGRATIONS, SqliteStore
 from perdure.testing.toy import ToyModel
 
 DATA = Path(__file__).parent / "data"

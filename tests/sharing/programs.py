@@ -1,4 +1,4 @@
-"""Programs that use one store: each a process of its own that does what it is told, a line at a time."""
+"""Programs that use one store: each a separate process that does what it is told, a line at a time."""
 
 from __future__ import annotations
 

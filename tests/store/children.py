@@ -16,7 +16,7 @@ _PATH = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")
 
 
 def start(code: str, *arguments: object, **options: Any) -> subprocess.Popen[str]:
-    """Run `code` in a process of its own, with `arguments` in sys.argv, talking through pipes."""
+    """Run `code` in a separate process, with `arguments` in sys.argv, talking through pipes."""
     environment = {**os.environ, "PYTHONPATH": _PATH, "PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, "-B", "-c", code, *map(str, arguments)],

@@ -8,7 +8,7 @@ import pytest
 
 from store import children
 
-# An audit hook cannot be taken back, so it lives in a process of its own.
+# An audit hook cannot be taken back, so it lives in a separate process.
 AUDITED = """
 import sys
 from pathlib import Path

@@ -57,7 +57,7 @@ def test_one_model_twice_at_once_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("first", [False, True])
 def test_what_is_in_the_other_place_is_read_once(tmp_path: Path, first: bool) -> None:
-    """An old store's blocks are found by a model that has a folder of its own, and the other way round."""
+    """An old store's blocks are found by a model that has a separate folder, and the other way round."""
     with closing(opened(tmp_path, own_blocks=first)) as backend:
         reused(backend)
     with closing(opened(tmp_path, own_blocks=not first)) as backend:

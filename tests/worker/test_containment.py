@@ -16,7 +16,7 @@ from decode.unexpected import ERRORS, PLACES
 from perdure import PerdureError
 from perdure.decode.output_queue import OutputQueue, notify
 from perdure.decode.request import Delta
-from perdure.events.hub import Subscription
+from perdure.events.subscription import Subscription
 from perdure.worker import service
 from perdure.worker.connection import Connection
 from perdure.worker.protocol import RequestId
@@ -27,7 +27,7 @@ GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
 
 
 def test_a_long_text_keeps_nobody_else_waiting_c4(hold: Hold) -> None:
-    """C4: it is tokenised in a thread of its own, not where everybody's messages are read."""
+    """C4: it is tokenised in a separate thread, not where everybody's messages are read."""
     with isolated("reading") as rt:
         found: list[list[int]] = []
         reading = threading.Thread(target=lambda: found.append(rt.model.tokenize("x" * (1 << 17))))

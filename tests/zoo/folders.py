@@ -113,7 +113,7 @@ def digest() -> str:
 
 
 def write(name: str, folder: Path) -> Path:
-    """Write the toy model `name` into a folder of its own there."""
+    """Write the toy model `name` into a separate folder there."""
     config = FOLDERS[name]
     path = folder / name
     path.mkdir(parents=True, exist_ok=True)

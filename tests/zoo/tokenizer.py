@@ -1,6 +1,6 @@
 """A small byte-level BPE tokenizer, of the same build as GPT-2's.
 
-Any bytes can be spelled, because every byte is a token of its own; the merges are learned from the text
+Any bytes can be spelled, because every byte is a separate token; the merges are learned from the text
 below, so common English comes out as words and endings rather than letters.
 """
 

@@ -24,7 +24,7 @@ from perdure.cache.block import (
     root_id,
 )
 from perdure.cache.eviction import Use
-from perdure.cache.kept_prefixes import KeptPrefixes, drop_plan
+from perdure.cache.kept_prefixes import KeptPrefixes
 from perdure.cache.prefix_search import (
     ANY_TOKEN,
     AT_TAIL_STATES,
@@ -474,6 +474,8 @@ class BlockCache:
         self, dropped: Sequence[KeptPrefix], needs: KeptPrefixes
     ) -> tuple[list[BlockId], list[Block]]:
         """The blocks that go with the prefixes `dropped`, and what of those is to be kept in their place."""
+        from perdure.cache.drop_plan import drop_plan
+
         plan = drop_plan(self.tiers, dropped, needs, self.rule)
         drop, instead = list(plan.drop), []
         for each, length in plan.shorten:

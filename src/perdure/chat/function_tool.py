@@ -29,7 +29,7 @@ _DESCRIBED = re.compile(r"^\s*(?::param\s+)?(\w+)\s*(?:\([^)]*\))?\s*:\s+(\S.*)$
 
 
 def described(function: Callable[..., Any]) -> dict[str, Any]:
-    """What a model is told of a function: its name, its docstring, and a schema of its parameters."""
+    """What a model reads of a function: its name, its docstring, and a schema of its parameters."""
     name = getattr(function, "__name__", "")
     if not name.isidentifier():
         raise InvalidInputError(f"a tool is a function with a name, got {function!r}")

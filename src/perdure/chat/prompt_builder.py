@@ -17,7 +17,7 @@ from perdure.chat.normaliser import MessageNormaliser, Normalised
 from perdure.chat.options import ChatOptions
 from perdure.chat.parsing.family import Family, Markers
 from perdure.chat.past_conversations import CallKeys, PastConversation, PastConversations, closest
-from perdure.chat.reply import ChatDelta, ChatReply, Prefill
+from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.chat.template.template import Guard, Rendering, Template, TemplateRenderer
 from perdure.chat.transcript import (
     ChatTokenizer,
@@ -35,6 +35,7 @@ from perdure.extension import part
 
 if TYPE_CHECKING:
     from perdure.chat.difference import Difference
+    from perdure.chat.parsing.prefill import Prefill
     from perdure.chat.prompt_rules import PromptRules
 
 
@@ -189,7 +190,11 @@ class PromptBuilder:
             messages, tools, moved = self.rules.apply(messages, options.tools, namespace)
             options = replace(options, tools=tools)
         messages = with_reasoning_apart(messages, self._markers)
-        prefill = Prefill.of(messages, self._family) if options.continue_final_message else None
+        prefill: Prefill | None = None
+        if options.continue_final_message:
+            from perdure.chat.parsing.prefill import Prefill
+
+            prefill = Prefill.of(messages, self._family)
         unchanged = len(before.messages) if before is not None and before.begins(messages) else 0
         normalised = self._normalised(messages, options, unchanged)
         if before is None and known is None:

@@ -33,7 +33,6 @@ from perdure.decode.scheduler import (
     to_give_way,
 )
 from perdure.decode.sequence import Rank, SequenceGroup, make_group
-from perdure.decode.step_events import StepEvents
 from perdure.engine.adapters import AdapterTable
 from perdure.engine.context import Context
 from perdure.engine.model import EngineModel
@@ -45,6 +44,7 @@ from perdure.events.hub import EventHub
 if TYPE_CHECKING:
     from perdure.decode.drafter import Drafter
     from perdure.decode.sampling.grammar import Grammars
+    from perdure.decode.step_events import StepEvents
 
 
 T = TypeVar("T")
@@ -117,9 +117,11 @@ class EngineLoop:
         self.slots = slots or Slots(context)
         # Asked for at every token.
         self._piece = functools.cache(model.piece)
-        self._events = StepEvents(events or EventHub(), context, self._piece)
+        self._hub = events or EventHub()
+        self._step_events: StepEvents | None = None
+        self._making_events = threading.Lock()
         drafter = (lambda: None) if exact else open_drafter
-        self.executor = Executor(context, self.slots, self.pacer, self._events, drafter)
+        self.executor = Executor(context, self.slots, self.pacer, self._hub, self._events, drafter)
         self._breakers = BreakerTable(model)
         self._adapters = adapters or AdapterTable(model.adapter)
         self._changed = threading.Condition()
@@ -154,6 +156,15 @@ class EngineLoop:
 
         return Grammars(self._model)
 
+    def _events(self) -> StepEvents:
+        """Made when something is first reported to a subscriber."""
+        with self._making_events:
+            if self._step_events is None:
+                from perdure.decode.step_events import StepEvents
+
+                self._step_events = StepEvents(self._hub, self._context, self._piece)
+            return self._step_events
+
     # For callers, from any thread.
 
     def submit(self, request: Request) -> OutputQueue:
@@ -173,14 +184,14 @@ class EngineLoop:
         with self._changed:
             if self._closing:
                 raise ClosedError("this runtime is closed")
-            group.event_id = request.event_id or next(self._events.hub.ids)
-            watched = request.observe is not None or self._events.hub.on
+            group.event_id = request.event_id or next(self._hub.ids)
+            watched = request.observe is not None or self._hub.on
             if group.deadline is not None:
                 self._next_deadline = min(self._next_deadline, group.deadline)
             self._cancelled |= group.cancelled
             if request.idle:
                 if watched:
-                    self._events.queued(group, request)
+                    self._events().queued(group, request)
                 self._idle.append(group)
                 self._changed.notify_all()
                 return group
@@ -194,7 +205,7 @@ class EngineLoop:
                     limit=self._limit,
                 )
             if watched:
-                self._events.queued(group, request)
+                self._events().queued(group, request)
             self._waiting.append(group)
             self._changed.notify_all()
             has_room = free > 0 or any(each.rank > group.rank for each in self._active)
@@ -391,8 +402,8 @@ class EngineLoop:
                 with self._changed:
                     self._waiting.remove(group)
                     self._active.append(group)
-                if self._events.hub.on:
-                    self._events.placed(group)
+                if self._hub.on:
+                    self._events().placed(group)
             promote(self._waiting, self._active)
             # Exact replies stay: what is computed again would not be cut where it was.
             later = None if self._exact else to_give_way(list(self._waiting), self._active)
@@ -465,8 +476,8 @@ class EngineLoop:
 
     def _complete(self, group: SequenceGroup) -> None:
         self._last_end = time.monotonic()
-        if self._events.hub.on:
-            self._events.ended(group)
+        if self._hub.on:
+            self._events().ended(group)
         group.complete()
 
     def _end_all(self, error: BaseException | None) -> None:

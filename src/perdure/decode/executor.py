@@ -19,14 +19,15 @@ from perdure.decode.sampling.sampler import CompiledChain, Sampler, Shown, draw,
 from perdure.decode.sampling.stage import Candidates
 from perdure.decode.scheduler import TIMED, Budget, Chunk, PrefillPacer, Slots, Step
 from perdure.decode.sequence import SequenceGroup, SlotAssignment, TokenSequence
-from perdure.decode.step_events import ALTERNATIVES, Drawing, StepEvents
 from perdure.engine.context import Context, Feed
 from perdure.engine.contract import Floats, Rows
-from perdure.engine.row_kernels import Measures
+from perdure.engine.row_kernels import ALTERNATIVES, Measures
 from perdure.errors import DecodeCancelled, InvalidInputError, PerdureError
+from perdure.events.hub import EventHub
 
 if TYPE_CHECKING:
     from perdure.decode.drafter import Drafter
+    from perdure.decode.step_events import Drawing, StepEvents
 
 
 log = logging.getLogger("perdure.decode")
@@ -62,10 +63,12 @@ class Executor:
         context: Context,
         slots: Slots,
         pacer: PrefillPacer,
-        events: StepEvents,
+        hub: EventHub,
+        events: Callable[[], StepEvents],
         open_drafter: Callable[[], Drafter | None] = lambda: None,
     ) -> None:
-        """`open_drafter` is called when a reply first asks for guesses."""
+        """`events` is called while `hub` is on; `open_drafter` when a reply first asks for guesses."""
+        self._hub = hub
         self._events = events
         self._context = context
         self._open_drafter = open_drafter
@@ -342,7 +345,7 @@ class Executor:
         reading: list[TokenSequence] = []
         draws: list[_Draw] = []
         plain: list[_Row] = []
-        hub = self._events.hub
+        hub = self._hub
         watching = hub.on
         drawings: list[Drawing] = []
         guessed: list[Chunk] = []
@@ -359,7 +362,7 @@ class Executor:
             if cached <= sequence.prompt_length:
                 reading.append(sequence)
                 if watching:
-                    self._events.read(group, sequence, count, self._seconds)
+                    self._events().read(group, sequence, count, self._seconds)
             if cached < len(sequence.tokens) or sequence.finish_reason is not None:
                 continue
             if cached > sequence.prompt_length:
@@ -399,7 +402,7 @@ class Executor:
             one_by_one = self._take_next(one_by_one)
         if drawings:
             # While the rows are there.
-            self._events.drawn(drawings, measures)
+            self._events().drawn(drawings, measures)
         for chunk in guessed:
             self._go_back(chunk)
         for sequence in reading:

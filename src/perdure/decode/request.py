@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from perdure.checks import is_number, is_whole
 from perdure.engine.adapters import absolute_scales
 from perdure.engine.contract import Tokenizer
-from perdure.engine.logits import Candidate
+from perdure.engine.step import Candidate
 from perdure.errors import ContextOverflow, GrammarError, InvalidInputError, TokenError
-from perdure.events.hub import Subscription
 from perdure.options import check_options, unknown_options
 from perdure.request_options import Priority, RequestOptions, Sampling
 
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from perdure.decode.sampling.grammar import Grammar
     from perdure.engine.inspection import StepLogits
     from perdure.events.event import Observer
+    from perdure.events.subscription import Subscription
 
 _USUAL = 32
 """Characters a token that no ordinary text has: shorter ones are tokenised to find out."""
@@ -95,10 +95,13 @@ class Request(RequestOptions):
                 raise InvalidInputError(f"grammar is a Grammar, got {type(self.grammar).__name__}")
         if not all(callable(processor) for processor in self.processors):
             raise InvalidInputError("processors are functions of the tokens and the logits")
-        if self.observe is not None and not (
-            callable(self.observe) or isinstance(self.observe, Subscription)
-        ):
-            raise InvalidInputError(f"observe is a function of an event, got {type(self.observe).__name__}")
+        observer: object = self.observe
+        if observer is not None and not callable(observer):
+            from perdure.events.subscription import Subscription
+
+            if not isinstance(observer, Subscription):
+                got = type(observer).__name__
+                raise InvalidInputError(f"observe is a function of an event, got {got}")
         if not all(is_whole(length) and length >= 0 for length in self.checkpoint_at):
             raise InvalidInputError(f"checkpoint_at are lengths of the prompt, got {self.checkpoint_at!r}")
         if not all(isinstance(pin, KeptPrefix) and pin.seconds is not None for pin in self.pins):

@@ -32,14 +32,15 @@ from perdure.decode.stops import RepetitionGuard, TextStream
 from perdure.engine.adapters import AdapterSet, AdapterTable
 from perdure.engine.context import Context
 from perdure.engine.contract import Floats, token_array
-from perdure.engine.logits import Candidate, LogitsView, Step
 from perdure.engine.model import EngineModel
 from perdure.engine.row_kernels import NothingToDraw
+from perdure.engine.step import Candidate, Step
 from perdure.errors import ContextOverflow, GrammarError, InvalidInputError
 
 if TYPE_CHECKING:
     from perdure.decode.sampling.grammar import Grammars, Matcher
     from perdure.engine.inspection import StepLogits, Trace
+    from perdure.engine.logits import LogitsView
     from perdure.engine.state import Checkpoint
 
 
@@ -194,7 +195,7 @@ class TokenSequence:
         return np.array(self.tokens[self.cached : self.cached + count], np.int32)
 
     def step_within_media(self, count: int, most: int) -> int:
-        """How many of its next `count` tokens a step takes where an image has a step of its own."""
+        """How many of its next `count` tokens a step takes where an image has a separate step."""
         from perdure.engine.media import step_within
 
         return step_within(self.media, self.cached, count, most)

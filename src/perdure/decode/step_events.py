@@ -19,12 +19,11 @@ from perdure.decode.request import Request
 from perdure.decode.sequence import SequenceGroup, TokenSequence
 from perdure.engine.context import Context
 from perdure.engine.contract import Floats
-from perdure.engine.row_kernels import Measures
+from perdure.engine.row_kernels import ALTERNATIVES, Measures
 from perdure.errors import PerdureError
-from perdure.events.hub import EventHub, Subscription
+from perdure.events.hub import EventHub
+from perdure.events.subscription import Subscription
 
-ALTERNATIVES = 5
-"""The likeliest tokens that are reported beside each."""
 HELD = 8
 """Steps whose tokens are emitted together, at most."""
 _PATIENCE = 0.05

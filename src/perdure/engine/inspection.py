@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from perdure.checks import check_whole
 from perdure.engine.contract import Floats
-from perdure.engine.logits import LogitsView, Step
+from perdure.engine.logits import LogitsView
+from perdure.engine.step import Step
 from perdure.errors import InvalidInputError
 from perdure.extension import part
 

@@ -10,65 +10,20 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, NamedTuple, TypeVar, overload
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar, overload
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from perdure.engine.contract import Floats, token_array
 from perdure.engine.row_kernels import top_k
+from perdure.engine.step import Candidate, Step, log_norm
 from perdure.errors import InvalidInputError, PinnedError, StaleViewError
 
 T = TypeVar("T")
 
 _READ_ONLY = "logits are read-only; change a copy: view.copy()"
-
-
-class Candidate(NamedTuple):
-    """A token with its logit and its natural log probability."""
-
-    token: int
-    logit: float
-    logprob: float
-    text: str = ""
-    """In a reply: the token's own, where half a character is a question mark."""
-
-
-def log_norm(row: Floats) -> float:
-    """What to subtract from a logit of `row` for its natural log probability."""
-    peak = row.max()
-    return float(peak) + float(np.log(np.sum(np.exp(row - peak), dtype=np.float64)))
-
-
-class Step:
-    """The span between two changes of a context's state. Once over, it is never alive again.
-
-    While it is alive, `keep` is the owner of the memory that its views read.
-    """
-
-    __slots__ = ("alive", "keep", "lock", "pins", "views")
-
-    def __init__(self, lock: AbstractContextManager[object], keep: object) -> None:
-        self.lock = lock
-        self.keep = keep
-        self.alive = True
-        self.pins: list[weakref.ref[Floats]] = []
-        self.views: dict[object, LogitsView] = {}
-
-    def retire(self) -> None:
-        """End the step, unless memory of it is borrowed."""
-        if self.pins and any(pin() is not None for pin in self.pins):
-            raise PinnedError(
-                "logits of this step are borrowed: leave the borrow() block, and drop every array taken "
-                "from it, before the context is used again"
-            )
-        self.end()
-
-    def end(self) -> None:
-        self.alive = False
-        self.keep = None
-        self.views.clear()
 
 
 class _Lease:

@@ -68,7 +68,7 @@ class MediaCore(Protocol):
 
     @property
     def row_width(self) -> int:
-        """Numbers of a row; 0 where it takes none, for a reason of its own."""
+        """Numbers of a row; 0 where it takes none, for another reason."""
         ...
 
     @property

@@ -12,8 +12,8 @@ from pathlib import Path, PurePosixPath
 from perdure import system
 from perdure.errors import LibraryFetchError, TooLargeError
 from perdure.libraries.package import Package
-from perdure.models.download import mistake
-from perdure.models.wheel import open_tar
+from perdure.models.fetching.download import mistake
+from perdure.models.fetching.wheel import open_tar
 
 _CHUNK = 1 << 20
 _MOST_FILES = 200

@@ -23,7 +23,7 @@ from perdure.libraries.local_libraries import MANIFEST, Installed, damaged, find
 from perdure.libraries.npm_registry import fetch_archive
 from perdure.libraries.package import Package, package_for
 from perdure.libraries.runtime import RUNTIMES, remove_runtime
-from perdure.models.download import check_free_space, fetch_lock, forget
+from perdure.models.fetching.download import check_free_space, fetch_lock, forget
 from perdure.models.registry import Progress
 
 _UNFINISHED = ".new-"

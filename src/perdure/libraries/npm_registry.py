@@ -22,7 +22,7 @@ from perdure import system
 from perdure.atomic import read_text
 from perdure.errors import FetchError, LibraryFetchError
 from perdure.libraries.package import WAYS, Package
-from perdure.models.download import Remote, download, read_page, trust, web
+from perdure.models.fetching.download import Remote, download, read_page, trust, web
 from perdure.models.registry import Progress
 
 if TYPE_CHECKING:

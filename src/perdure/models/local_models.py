@@ -1,15 +1,12 @@
-"""The models of this machine: have one, list them, drop one."""
+"""The models of this machine: find one, or fetch it. `inventory.py` lists them and drops one."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import quote, urlsplit
 
 from perdure.config import settings
-from perdure.errors import ModelNotFoundError
-from perdure.models.card import is_projector, part_names, read_parts
+from perdure.models.card import read_parts
 from perdure.models.registry import (
     ALIASES,
     DEFAULT,
@@ -19,64 +16,29 @@ from perdure.models.registry import (
     Progress,
     Source,
     UrlSource,
-    WheelSource,
-    resolve,
 )
 
 
-def url_folder(models: Path) -> Path:
-    """Where all files from addresses are kept."""
-    return models / "web"
+def resolve(name: str | os.PathLike[str], *, own: bool = False) -> Source:
+    """Where the model of that name comes from.
 
-
-def url_place(source: UrlSource, models: Path) -> Path | None:
-    """The first file of the model, if all of it is here already."""
-    first = url_folder(models) / source.place
-    parts = [first.with_name(part) for part in part_names(first.name)]
-    return parts[0] if all(part.is_file() for part in parts) else None
-
-
-def fetch_url(source: UrlSource, models: Path, progress: Progress | None = None) -> Path:
-    """Have the model of `source`, all of its parts, in the folder `models`.
-
-    Nobody says what its bytes should be, so what is here already is not compared with the address again.
+    A name of the registry or of the catalogue, one that Ollama has on this machine, `ollama:name`,
+    `lmstudio:publisher/repo/file.gguf`, a path, `hf:owner/repo/file.gguf`, `owner/repo:file.gguf`,
+    `owner/repo:Q4_K_M` or `owner/repo`, each also after `hf.co/`; `@revision` may follow the repo. A page or
+    file of the hub by its URL, or any other URL of a .gguf file. Names of the registry win over files, and
+    files over the hub; `./name` and `hf:name` say which is meant. A name of the catalogue is our own copy if
+    it is here, else Ollama's if that is; with `own`, it is never Ollama's.
     """
-    from perdure.models.download import Remote, download, fetch_lock, forget, publish, web
+    if not isinstance(name, str):
+        return FileSource(path=Path(name).expanduser())
+    known = MODELS.get(ALIASES.get(name.lower(), name.lower()))
+    if known is not None:
+        return known
+    if Path(name).is_absolute():
+        return FileSource(path=Path(name))
+    from perdure.models.names import find
 
-    first = url_folder(models) / source.place
-    names = part_names(first.name)
-    with fetch_lock(models, f"web--{source.place.replace('/', '--')}"), web() as client:
-        for name in names:
-            if (target := first.with_name(name)).is_file():
-                continue
-            part = models / ".parts" / "web" / f"{Path(source.place).with_name(name)}.part"
-            download(client, Remote(url=_sibling(source.url, name)), part, progress)
-            publish(part, target)
-            forget(part)
-    return first.with_name(names[0])
-
-
-def _sibling(url: str, name: str) -> str:
-    """The address of another part of the same model."""
-    parts = urlsplit(url)
-    folder, _, _ = parts.path.rpartition("/")
-    return parts._replace(path=f"{folder}/{quote(name)}").geturl()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalModel:
-    """One line of the list: a model that is here, or that can be fetched by its name."""
-
-    name: str
-    aliases: tuple[str, ...]
-    source: str
-    path: Path | None
-    size: int | None
-    """Bytes on disk, or to fetch; None where only the hub knows."""
-
-    @property
-    def present(self) -> bool:
-        return self.path is not None
+    return find(name, own=own)
 
 
 def path(name: str | os.PathLike[str] | None = None, progress: Progress | None = None) -> Path:
@@ -111,88 +73,17 @@ def locate(source: Source) -> Path | None:
     if isinstance(source, FileSource):
         return source.path
     if isinstance(source, HubSource):
-        from perdure.models.hub import hub_place
+        from perdure.models.fetching.hub import hub_place
 
         return hub_place(source, models)
     if isinstance(source, UrlSource):
+        from perdure.models.fetching.web_files import url_place
+
         return url_place(source, models)
-    from perdure.models.wheel import is_whole, wheel_place
+    from perdure.models.fetching.wheel import is_whole, wheel_place
 
     place = wheel_place(source, models)
     return place if is_whole(source, place) else None
-
-
-def entries() -> list[LocalModel]:
-    """The default model, those fetched from a hub or another address, and those of other programs here."""
-    from perdure.models.hub import is_weights_folder
-    from perdure.models.other_programs import other_models
-
-    named = [_named(name) for name in sorted(MODELS)]
-    fetched = [
-        _fetched(folder, file, prefix, source)
-        for folder, prefix, source in (
-            (settings().models / "hub", "hf:", "hub"),
-            (url_folder(settings().models), "https://", "web"),
-        )
-        for file in sorted(folder.rglob("*.gguf"))
-        if _is_first(file) and not is_projector(file.name)
-    ]
-    hub = settings().models / "hub"
-    whole = [
-        LocalModel(
-            name=f"hf:{config.parent.relative_to(hub).as_posix()}",
-            aliases=(),
-            source="hub",
-            path=config.parent,
-            size=sum(file.stat().st_size for file in config.parent.iterdir() if file.is_file()),
-        )
-        for config in sorted(hub.rglob("config.json"))
-        if is_weights_folder(config.parent)
-    ]
-    theirs = [
-        LocalModel(
-            name=each.name, aliases=(), source=each.program, path=each.path, size=each.path.stat().st_size
-        )
-        for each in other_models()
-    ]
-    return named + fetched + whole + theirs
-
-
-def remove(name: str) -> tuple[Path, ...]:
-    """Delete a model that was fetched; give the files that are gone."""
-    from perdure.models.hub import stamp
-
-    files = files_of(name)
-    for file in files:
-        stamp(file).unlink(missing_ok=True)
-        file.unlink(missing_ok=True)
-        _drop_empty(file.parent)
-    return files
-
-
-def files_of(name: str) -> tuple[Path, ...]:
-    """The files that `remove` would delete. Only what was fetched: never a file of the user's own."""
-    from perdure.models.hub import folder_files, hub_folder
-    from perdure.models.wheel import wheel_place
-
-    source = resolve(name, own=True)
-    if isinstance(source, FileSource):
-        raise ModelNotFoundError(f"{source.path} was not fetched by perdure; delete the file yourself")
-    models = settings().models
-    first = wheel_place(source, models) if isinstance(source, WheelSource) else locate(source)
-    if first is None or not first.exists():
-        where = hub_folder(source, models) if isinstance(source, HubSource) else models
-        raise ModelNotFoundError(f"{name} is not in {where}, so there is nothing to remove")
-    if first.is_dir():
-        # Its config first: what is left of a folder then is none.
-        names = folder_files([file.name for file in first.iterdir() if file.is_file()])
-        return tuple(first / name for name in reversed(names))
-    files = [first.with_name(part) for part in part_names(first.name)]
-    others = [path for path in first.parent.glob("*.gguf") if path not in files]
-    if all(is_projector(path.name) for path in others):
-        # The projector goes with the last model that it is for.
-        files += others
-    return tuple(files)
 
 
 def _fetch(source: Source, progress: Progress | None, *, folders: bool = False) -> Path:
@@ -200,51 +91,13 @@ def _fetch(source: Source, progress: Progress | None, *, folders: bool = False) 
     if isinstance(source, FileSource):
         return source.path
     if isinstance(source, HubSource):
-        from perdure.models.hub import fetch_hub
+        from perdure.models.fetching.hub import fetch_hub
 
         return fetch_hub(source, models, progress, folders=folders)
     if isinstance(source, UrlSource):
+        from perdure.models.fetching.web_files import fetch_url
+
         return fetch_url(source, models, progress)
-    from perdure.models.wheel import fetch_wheel
+    from perdure.models.fetching.wheel import fetch_wheel
 
     return fetch_wheel(source, models, progress)
-
-
-def _named(name: str) -> LocalModel:
-    source = MODELS[name]
-    location = locate(source)
-    return LocalModel(
-        name=name,
-        aliases=tuple(alias for alias, target in sorted(ALIASES.items()) if target == name),
-        source=str(source),
-        path=location,
-        size=source.size if isinstance(source, WheelSource) else None,
-    )
-
-
-def _fetched(folder: Path, first: Path, prefix: str, source: str) -> LocalModel:
-    from perdure.models import catalogue
-
-    name = f"{prefix}{first.relative_to(folder).as_posix()}"
-    parts = [first.with_name(part) for part in part_names(first.name)]
-    return LocalModel(
-        name=name,
-        aliases=catalogue.names_of(first) if source == "hub" else (),
-        source=source,
-        path=first if all(part.exists() for part in parts) else None,
-        size=sum(part.stat().st_size for part in parts if part.exists()),
-    )
-
-
-def _is_first(file: Path) -> bool:
-    return part_names(file.name)[0] == file.name
-
-
-def _drop_empty(folder: Path) -> None:
-    """Remove the folders of a repo of which nothing is left."""
-    models = settings().models
-    for place in (folder / ".digests", folder, *folder.parents):
-        if place.is_dir():
-            if models not in place.parents or any(place.iterdir()):
-                return
-            place.rmdir()

@@ -66,10 +66,6 @@ def find_lm_studio(name: str) -> Path | None:
 
 def name_of(path: Path) -> str | None:
     """What another program calls the model in a file; None where none has it."""
-    if not any(
-        _is_below(path, folder) for folder in (*settings().ollama_models, *settings().lm_studio_models)
-    ):
-        return None
     names = (each.name for each in other_models() if each.path == path)
     return next((name.removeprefix(OLLAMA).removeprefix(LM_STUDIO) for name in names), None)
 
@@ -125,7 +121,3 @@ def _folders(folder: Path) -> list[Path]:
     with suppress(OSError):
         return sorted(path for path in folder.iterdir() if path.is_dir())
     return []
-
-
-def _is_below(path: Path, folder: Path) -> bool:
-    return path.is_absolute() and path.is_relative_to(folder)

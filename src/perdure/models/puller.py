@@ -12,7 +12,8 @@ from typing import Literal
 from perdure.errors import InvalidInputError, PerdureError
 from perdure.events.background import BackgroundThread
 from perdure.models import local_models
-from perdure.models.registry import HubSource, Progress, resolve
+from perdure.models.local_models import resolve
+from perdure.models.registry import HubSource, Progress
 
 log = logging.getLogger("perdure.models")
 

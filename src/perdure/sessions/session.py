@@ -49,7 +49,7 @@ from perdure.errors import (
 from perdure.extension import part
 from perdure.sessions.history import History, TurnReference
 from perdure.sessions.info import NOTE_CHARACTERS, SessionInfo, SessionMemory
-from perdure.sessions.pending_record import PendingInfo, PendingTurns
+from perdure.sessions.pending_record import PendingTurns
 from perdure.sessions.pending_turn import PendingTurn, TurnExtra
 from perdure.sessions.session_view import SessionView, StoreHost, count_turns
 from perdure.sessions.store.base import RESPONSE
@@ -57,6 +57,7 @@ from perdure.sessions.turn import Said, Turn, added, portable_settings, said_mes
 
 if TYPE_CHECKING:
     from perdure.sessions.fold import FoldPlan, TurnStream
+    from perdure.sessions.pending_info import PendingInfo
 
 Settling = Literal["keep", "discard"]
 """What becomes of a pending turn when something else is said: a turn that was cancelled, or nothing."""
@@ -74,6 +75,8 @@ class Host(StoreHost, Protocol):
     def moving_state(self) -> threading.Lock:
         """Held while all the state of a session is in memory."""
         ...
+
+    def file(self, namespace: str, digest: str) -> bytes | None: ...
 
     def branch(
         self,
@@ -320,6 +323,8 @@ class Session(SessionView):
             now, record = self._pending, self._host.store.pending(self._info)
             if record is None or (now is not None and now.is_cancelled and now.writes(record)):
                 return None
+            from perdure.sessions.pending_info import PendingInfo
+
             if now is None or not now.writes(record):
                 return PendingInfo.of(record, running=now is not None and now.is_running)
             return PendingInfo.of(self._host.pending.latest(record, now), running=now.is_running)

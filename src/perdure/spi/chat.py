@@ -6,6 +6,7 @@ from perdure.chat.formats.registry import detect
 from perdure.chat.message import Image, parse_messages
 from perdure.chat.normaliser import MessageNormaliser
 from perdure.chat.options import ChatOptions
+from perdure.chat.parsing import Malformed
 from perdure.chat.parsing.call_writer import (
     ID,
     INDEX,
@@ -21,13 +22,9 @@ from perdure.chat.parsing.call_writer import (
     marks_in,
 )
 from perdure.chat.parsing.family import CHATML_MARKS, ROLE_MARKS, THINK, Family, Markers
-from perdure.chat.parsing.json_objects import (
-    JsonCalls,
-    JsonObjectsParser,
-    decoded_string,
-    json_object,
-)
-from perdure.chat.parsing.json_scanner import BoundedText, JsonScanner, Malformed
+from perdure.chat.parsing.json_calls import JsonObjectsParser, decoded_string
+from perdure.chat.parsing.json_objects import JsonCalls, json_object
+from perdure.chat.parsing.json_scanner import BoundedText, JsonScanner
 from perdure.chat.parsing.reply_parser import parse_reply
 from perdure.chat.past_conversations import PastConversation
 from perdure.chat.plans import SUMMARY_REQUEST, SUMMARY_TRIES, SummaryPasses

@@ -3,13 +3,12 @@
 from perdure import models
 from perdure.models.card import ASSISTANTS, Card, Facts, TypeShare, part_names, read_parts
 from perdure.models.catalogue import names_of
-from perdure.models.download import Remote, RemoteBytes, web
+from perdure.models.fetching.download import Remote, RemoteBytes, web
+from perdure.models.fetching.hub import chosen, hub_cache, read_offers
 from perdure.models.header import FILE_TYPES, TENSOR_TYPES, Header, parse_header
-from perdure.models.hub import chosen, hub_cache, read_offers
-from perdure.models.local_models import locate
+from perdure.models.local_models import locate, resolve
 from perdure.models.placement import (
     LEAST_CONTEXT,
-    FitConstraints,
     FitLevel,
     ModelPlacement,
     Need,
@@ -17,10 +16,10 @@ from perdure.models.placement import (
     Sizes,
     TensorNames,
     judge,
-    placements,
 )
-from perdure.models.registry import DEFAULT, HubSource, UrlSource, resolve
+from perdure.models.registry import DEFAULT, HubSource, UrlSource
 from perdure.models.safetensors import FLOATS, SafetensorsHeader, read_safetensors, safetensors_header
+from perdure.models.ways_to_open import FitConstraints, placements
 from perdure.worker import deadly_files
 
 __all__ = [

@@ -6,8 +6,8 @@ from perdure.decode.embedding import EmbeddingFuture, cut, ranked
 from perdure.decode.stream import one_request
 from perdure.events.background import BackgroundThread, BackgroundTimer
 from perdure.events.event import BlocksStored, ChunkRead, Event, TokenDrawn, Woken
-from perdure.events.hub import Subscription
 from perdure.events.sinks import json_line
+from perdure.events.subscription import Subscription
 
 __all__ = [
     "Backend",

@@ -18,18 +18,9 @@ from perdure.sessions.store.sql.tables import (
     table_of,
     turn_values,
 )
-from perdure.sessions.store.sqlite.store import (
-    FILE,
-    KEY,
-    MARK,
-    MENDED,
-    MIGRATIONS,
-    USAGE,
-    SessionFolder,
-    SqliteStore,
-    UseLock,
-    opening_lock,
-)
+from perdure.sessions.store.sqlite import FILE
+from perdure.sessions.store.sqlite.folder import KEY, MARK, MENDED, SessionFolder, UseLock, opening_lock
+from perdure.sessions.store.sqlite.store import MIGRATIONS, USAGE, SqliteStore
 from perdure.sessions.turn import FIRST
 from perdure.store.index import APPLICATION, unopened
 

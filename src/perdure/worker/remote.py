@@ -31,7 +31,8 @@ from perdure.engine.contract import Tokenizer, Tokens, check_token
 from perdure.engine_config import QUEUE, EngineConfig
 from perdure.errors import InvalidInputError
 from perdure.events.event import Event
-from perdure.events.hub import EventHub, Subscription
+from perdure.events.hub import EventHub
+from perdure.events.subscription import Subscription
 from perdure.extension import imported
 from perdure.memory import MemorySpec
 from perdure.worker.message_reader import MessageReader

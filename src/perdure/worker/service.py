@@ -16,7 +16,7 @@ from perdure.decode.request import Reply
 from perdure.engine.contract import Tokenizer
 from perdure.errors import EngineError, InvalidInputError
 from perdure.events.background import BackgroundThread
-from perdure.events.hub import Subscription
+from perdure.events.subscription import Subscription
 from perdure.worker.connection import Connection, pack
 from perdure.worker.protocol import (
     EVENTS,

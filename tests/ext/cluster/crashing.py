@@ -1,6 +1,6 @@
 """Kills processes at every statement that they send to PostgreSQL: `python crashing.py URL STEP [FAULT]`.
 
-Every STEP-th statement, that is, BEGIN and COMMIT among them. Each point has a schema of its own and a child
+Every STEP-th statement, that is, BEGIN and COMMIT among them. Each point has a separate schema and a child
 that is killed there. Another child then looks at what is left: all that was acknowledged, what was on its way
 as a whole or not at all, and sessions that go on at once. `store/crashing.py` does the same to files.
 """

@@ -1,4 +1,4 @@
-"""Toy replicas under Ray in a process of its own, for a test that takes Ray's head away. Its
+"""Toy replicas under Ray in a separate process, for a test that takes Ray's head away. Its
 arguments are the store, a folder and a port; what it has started ends with it."""
 
 from __future__ import annotations

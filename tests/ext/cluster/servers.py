@@ -1,4 +1,4 @@
-"""Servers of other programs that tests start themselves: PostgreSQL, Redis, S3. Each has a folder of its own
+"""Servers of other programs that tests start themselves: PostgreSQL, Redis, S3. Each has a separate folder
 and a free port, and is killed at the end."""
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Server:
 
 
 class PostgresServer(Server):
-    """PostgreSQL with one database; each `url` is of a schema of its own."""
+    """PostgreSQL with one database; each `url` is of a separate schema."""
 
     def __init__(self, folder: Path, *, fsync: bool = False) -> None:
         initdb, postgres = program("initdb"), program("postgres")
@@ -184,7 +184,7 @@ def redis_server(folder: Path) -> Iterator[RedisServer]:
 
 
 class MotoServer(Server):
-    """S3 in a process of its own; a restart forgets everything."""
+    """S3 in a separate process; a restart forgets everything."""
 
     def __init__(self, folder: Path) -> None:
         port = free_port()

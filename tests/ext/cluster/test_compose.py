@@ -25,7 +25,7 @@ FOLDER = Path(__file__).parents[3] / "deploy" / "cluster"
 
 
 class Composed:
-    """The services of the file on one machine: each replica has an address of its own."""
+    """The services of the file on one machine: each replica has a separate address."""
 
     def __init__(self, postgres: PostgresServer, folder: Path, model: Path) -> None:
         self.services = yaml.safe_load((FOLDER / "compose.yaml").read_text())["services"]

@@ -54,7 +54,7 @@ class Rows:
         return row[0]
 
     def put(self, cell: tuple[str, str, int], value: Any) -> bool:
-        """Whether the database took it: it has rules of its own."""
+        """Whether the database took it: it has separate rules."""
         import psycopg
 
         table, column, number = cell

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ext.cluster.servers import PostgresServer
-from perdure import CorruptStateError, InvalidInputError, Turn
+from perdure import CorruptStateError, InvalidInputError, Message, Turn
 from perdure.cli.app import app
 from perdure.errors import StoreError
 from perdure.sessions.history import TurnReference
@@ -73,6 +74,37 @@ def test_all_of_a_store_is_in_the_other_one_and_proved(places: tuple[Path, Path]
         assert (again.sessions, again.turns, again.whole) == (4, 0, True)
         assert content(second) == content(first)
     assert verify(target, quiet).sound
+
+
+@pytest.mark.extension("upkeep")
+def test_files_that_turns_name_come_too_and_go_with_their_sessions(places: tuple[Path, Path]) -> None:
+    from perdure.ext.upkeep.store import migrate, verify
+
+    source, target = places
+    data = bytes(range(256)) * 40
+    digest = hashlib.sha256(data).hexdigest()
+    said = Message.parse({"role": "user", "content": "see", "images": [[1, digest]]})
+    turn = Turn(kind="turn", messages=(said,), before=START.digest)
+    with closing(open_store(source)) as first, closing(open_store(target)) as second:
+        first.keep_file("a", digest, data)
+        first.create("a", "seen", [START, turn])
+        info = first.find("a", "seen")
+        first.create("a", "fork", head=info.head, digest=info.digest)
+        assert migrate(source, target, quiet).whole
+        for store in (first, second):
+            assert isinstance(store, SqlStore)
+            assert store.file("a", digest) == data
+            assert store.file("b", digest) is None
+            assert store.sizes()[0].nbytes > len(data)
+            store.delete(store.find("a", "seen"))
+            assert store.file("a", digest) == data
+            store.check_counts()
+        assert verify(target, quiet).sound
+        for store in (first, second):
+            assert isinstance(store, SqlStore)
+            store.delete(store.find("a", "fork"))
+            assert store.file("a", digest) is None
+            store.check_counts()
 
 
 @pytest.mark.extension("upkeep")

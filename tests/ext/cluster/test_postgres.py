@@ -382,7 +382,7 @@ def test_a_folder_stands_for_a_database_and_has_no_password_in_it(tmp_path: Path
         store_folder(f"postgresql://db:5433/others?folder={tmp_path}/a")
     (tmp_path / "b").mkdir()
     open_store(tmp_path / "b").close()
-    with pytest.raises(StoreError, match="sessions of its own"):
+    with pytest.raises(StoreError, match="other sessions already"):
         store_folder(f"postgresql://db/chats?folder={tmp_path}/b")
 
 

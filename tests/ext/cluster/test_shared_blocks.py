@@ -182,7 +182,7 @@ def test_nothing_that_is_kept_can_be_read_or_guessed(machine: Callable[..., Shar
 def test_lists_do_not_pile_up_and_lose_nothing(
     machine: Callable[..., SharedTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each write is a list of its own; two machines merge them, and a third reads all blocks still."""
+    """Each write is a separate list; two machines merge them, and a third reads all blocks still."""
     monkeypatch.setattr(shared, "_FRESH", 4)
     monkeypatch.setattr(shared, "_MERGED", 8)
     one, two = machine(), machine()

@@ -17,8 +17,9 @@ import perdure
 from perdure import InvalidInputError, models
 from perdure.engine_config import KvType
 from perdure.ext.fit.fit import Fit, propose
-from perdure.models.download import Remote, RemoteBytes, web
-from perdure.models.placement import FitConstraints, Room, Sizes
+from perdure.models.fetching.download import Remote, RemoteBytes, web
+from perdure.models.placement import Room, Sizes
+from perdure.models.ways_to_open import FitConstraints
 from serving import Page, put_repo, site
 
 GIB = 1 << 30

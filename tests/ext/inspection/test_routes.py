@@ -42,7 +42,7 @@ def place(zoo_path: ZooPath, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     shutil.copy(zoo_path("llama"), model)
     made = [new_key(name) for name in ("alice", "bob")]
     with (
-        # The engine in a process of its own, as `perdure serve` has it.
+        # The engine in a separate process, as `perdure serve` has it.
         opened(model, store=folder / "store", threads=1, isolated=True) as rt,
         live_server(rt, keys=Keys([key for _, key in made])) as server,
         server.client(made[0][0]) as alice,

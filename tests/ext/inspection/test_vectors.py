@@ -29,7 +29,7 @@ def test_a_vector_moves_hidden_states_by_what_it_says(zoo_path: ZooPath, tmp_pat
     assert rows.shape == (2, 64)
     write_vector(tmp_path / "v.gguf", rows, model.info.architecture)
     vector = model.adapter(tmp_path / "v.gguf")
-    tokens = model.tokenize("a text of its own")
+    tokens = model.tokenize("a separate text")
     before = model.trace(tokens).hidden
     with model.context(n_ctx=256, threads=1) as ctx:
         ctx.adapt({vector: 0.5})

@@ -1,7 +1,7 @@
 """The cases of Open Responses' compliance test, written anew from its specification.
 
 A response and every event must have the fields that the specification requires, of its types; then each case
-has conditions of its own. The model says what a script tells it to.
+has separate conditions. The model says what a script tells it to.
 """
 
 from __future__ import annotations

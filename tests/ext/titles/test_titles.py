@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -79,6 +80,26 @@ def test_a_title_evicts_nothing_and_the_conversation_goes_on_from_its_slot(
         reuse = runtime.session(name).say("And then?").reuse
         assert set(reuse.tiers) == {"slot"}
         assert reuse.computed < 64
+
+
+def test_it_is_idle_work_beside_the_conversation(
+    client: httpx.Client, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No reply waits for it, and what it leaves is the first to go."""
+    client.post("/v1/sessions", json={"name": "one"}).raise_for_status()
+    client.post("/v1/sessions/one/turns", json={"message": "Tell me of the sea."}).raise_for_status()
+    asked: list[Any] = []
+    submit = runtime.backend.submit
+
+    def noted(request: Any) -> Any:
+        asked.append(request)
+        return submit(request)
+
+    monkeypatch.setattr(runtime.backend, "submit", noted)
+    assert client.post("/v1/sessions/one/title", json={}).json()["written"]
+    [request] = asked
+    assert request.idle
+    assert request.side
 
 
 def test_none_is_asked_for_where_state_would_have_to_move(client: httpx.Client, runtime: Runtime) -> None:

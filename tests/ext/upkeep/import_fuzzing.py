@@ -42,7 +42,7 @@ def exports(subject: Subject, folder: Path) -> list[bytes]:
     for name in ("one", "other"):
         with talking(subject, folder / name) as talk:
             s = talk.session(name, system="Be terse.", seed=3)
-            s.say(f"A message of {name} that is long enough to have a block of its own, or even two", **ASK)
+            s.say(f"A message of {name} that is long enough to have a separate block, or even two", **ASK)
             s.say("And then?", **ASK)
             found.append(s.export(folder / f"{name}.perdure").read_bytes())
             found.append(s.export(folder / f"{name}.perdure", state=False).read_bytes())

@@ -34,7 +34,7 @@ def _data(archive: tarfile.TarFile, name: str) -> bytes:
 
 
 def test_a_size_above_8_gib_is_written_and_read_in_both_forms(tmp_path: Path) -> None:
-    """Earlier versions wrote backups with tarfile, which says such a size in a header of its own."""
+    """Earlier versions wrote backups with tarfile, which says such a size in a separate header."""
     size, file = (8 << 30) + 5, io.BytesIO()
     with pytest.raises(CorruptStateError, match="changed while it was written"):
         write_member(file, "sessions.sqlite", size, [])

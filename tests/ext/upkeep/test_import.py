@@ -21,7 +21,7 @@ from perdure.chat.transcript import Transcript
 from perdure.ext.upkeep.export import read_export, write_export
 from perdure.ext.upkeep.importing import take_state
 from perdure.sessions.sessions import Sessions
-from perdure.sessions.store.sqlite.store import KEY
+from perdure.sessions.store.sqlite.folder import KEY
 from perdure.sessions.turn import FIRST, Turn
 from perdure.testing.toy import ToyModel
 from sessions.database import index_of

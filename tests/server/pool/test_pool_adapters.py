@@ -1,4 +1,4 @@
-"""Several models, each with adapters of its own: `model:adapter` is a model."""
+"""Several models, each with separate adapters: `model:adapter` is a model."""
 
 from __future__ import annotations
 

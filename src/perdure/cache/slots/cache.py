@@ -16,7 +16,7 @@ from perdure.cache.block import BLOCK, Block, BlockId, PrefixHit, chain
 from perdure.cache.block_cache import BlockCache
 from perdure.cache.eviction import Eviction, Use
 from perdure.cache.kept_prefixes import KeptPrefixes
-from perdure.cache.slots.checkpoints import PrefixHash, SlotCheckpoints
+from perdure.cache.slots.checkpoints import CutAnywhere, SlotCheckpoints
 from perdure.cache.slots.placement import Placement, Slot, SlotPlanner, SlotTable, why_not_more
 from perdure.cache.tiers.memory import MemoryTier
 from perdure.cache.tiers.tiered import Tiers
@@ -250,10 +250,16 @@ class SlotCache(Slots):
         self.budget = budget
         self.kept = KeptPrefixes(changed=self._kept_changed)
         # Checkpoints, blocks, and the memory through which states pass on their way keep to one budget.
-        pins = self.kept.held
+        pins = self.kept.pins
         self.eviction = eviction or Eviction()
         self.eviction.pinned = pins.holds
-        self._checkpoints = SlotCheckpoints.of(context, budget=budget, spacing=spacing, pinned=pins.holds)
+        self._checkpoints: SlotCheckpoints = CutAnywhere(context)
+        if context.memory.needs_checkpoint:
+            from perdure.cache.slots.checkpoint_store import CheckpointStore
+
+            self._checkpoints = CheckpointStore(
+                context, budget=budget // 4, spacing=spacing, pinned=pins.holds
+            )
         scratch = context.limit_scratch(budget // 8)
         self.tier = MemoryTier(budget - self._checkpoints.budget - scratch, eviction=self.eviction)
         pins.budget = min([self.tier.budget, *(each.tier.budget for each in lower)]) // 2
@@ -389,6 +395,8 @@ class SlotCache(Slots):
         if not length:
             return False
         adapters = self._chosen(adapters)
+        from perdure.cache.slots.checkpoint_store import PrefixHash
+
         checkpoint = PrefixHash(self.context.identity_of(adapters).digest).advance(tokens[:length])
         names = self.blocks.names(tokens, namespace, length, adapters)
         blocks: list[tuple[bytes, int]] = [(checkpoint, 0), *names]

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.cache.block import Block, BlockId, BlockMeta
-from perdure.cache.kept_prefixes import KeptPrefixes, drop_plan
+from perdure.cache.drop_plan import drop_plan
+from perdure.cache.kept_prefixes import KeptPrefixes
 from perdure.cache.prefix_search import ANY_TOKEN, beginnings, continuations
 from perdure.cache.tiers.codec import PLAIN, StateCodec
 from perdure.decode.request import KeptPrefix

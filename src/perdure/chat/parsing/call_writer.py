@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from perdure.chat.message import Tool, ToolCall
-from perdure.chat.parsing.json_scanner import JsonScanner, Malformed
+from perdure.chat.parsing import Malformed
 from perdure.errors import GrammarError
 
 if TYPE_CHECKING:
+    from perdure.chat.parsing.json_scanner import JsonScanner
     from perdure.decode.sampling.grammar import Grammar
 
 

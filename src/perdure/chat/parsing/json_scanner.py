@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 
+from perdure.chat.parsing import Malformed
+
 _RUN = re.compile(r'[^"\\\x00-\x1f]+')
 _ATOM = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null")
 _ATOM_CHARS = frozenset("+-.0123456789Eaeflnrstu")
@@ -16,10 +18,6 @@ _DEEPEST = 200
 _SPACE = frozenset(" \t\n\r")
 _HEX = frozenset("0123456789abcdefABCDEF")
 _ESCAPES = frozenset('"\\/bfnrt')
-
-
-class Malformed(Exception):
-    """The text is not what was expected here."""
 
 
 class BoundedText:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from perdure.chat.message import DRAWN_ID, Message, Tool, ToolCall
+from perdure.chat.parsing import Malformed
 from perdure.chat.parsing.call_writer import CallParser
 from perdure.chat.parsing.family import Family
-from perdure.chat.parsing.json_scanner import Malformed
 from perdure.checks import check_one_of
 from perdure.config import ReasoningMode
 

@@ -251,8 +251,7 @@ def models(context: typer.Context, as_json: Json = False) -> None:
     if context.invoked_subcommand is not None:
         return
     from perdure.models.catalogue import ranked, recommended
-    from perdure.models.local_models import locate
-    from perdure.models.registry import resolve
+    from perdure.models.local_models import locate, resolve
 
     best = recommended()
     rows = [
@@ -324,7 +323,7 @@ def rm(
     yes: Yes = False,
 ) -> None:
     """Delete a model that was fetched."""
-    from perdure.models.local_models import files_of, remove
+    from perdure.models.inventory import files_of, remove
 
     files = files_of(name)
     size = decimal(sum(file.stat().st_size for file in files if file.exists()))

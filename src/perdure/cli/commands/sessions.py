@@ -36,7 +36,7 @@ from perdure.errors import InvalidInputError
 if TYPE_CHECKING:
     from perdure import ImportResult, Message, Runtime, Session, Turn
     from perdure.sessions.info import SessionInfo
-    from perdure.sessions.pending_record import PendingInfo
+    from perdure.sessions.pending_info import PendingInfo
 
 
 # The fields of a session that the commands print.

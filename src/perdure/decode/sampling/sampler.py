@@ -1,7 +1,7 @@
 """Sampling for all streams of a step: candidates row by row, then every cut for all rows at once.
 
-First the cuts, a class each: which tokens of a row can be drawn, and how sharply the likelier ones are
-preferred. Then the chain of a sequence (`STAGES`, `Sampler`), and the draw.
+First the usual cuts, a class each: which tokens of a row can be drawn, and how sharply the likelier ones are
+preferred; others are in `rare_cuts.py`. Then the chain of a sequence (`STAGES`, `Sampler`), and the draw.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import NamedTuple, Self, TypeAlias
 
 import numpy as np
@@ -20,9 +21,7 @@ from perdure.decode.sampling.stage import (
     Breakers,
     Candidates,
     Cut,
-    Dry,
     Mask,
-    Penalties,
     Scope,
     Stage,
     Steering,
@@ -34,13 +33,12 @@ from perdure.decode.sampling.stage import (
     masked,
     prefix,
     top,
-    total_mass,
 )
 from perdure.engine import row_kernels
 from perdure.engine.contract import Floats
-from perdure.engine.logits import Candidate, log_norm
 from perdure.engine.parallel import spread
 from perdure.engine.row_kernels import NothingToDraw
+from perdure.engine.step import Candidate, log_norm
 from perdure.errors import EngineError
 from perdure.request_options import Sampling
 
@@ -63,26 +61,6 @@ class Greedy(Cut):
         # If the mask allows the likeliest of all, it is the likeliest that the mask allows.
         likeliest = self.select(row)
         return likeliest if allowed_by(mask, likeliest.ids)[0] else None
-
-
-class TopNSigma(Cut):
-    """Drops what is further than `n` standard deviations below the largest logit."""
-
-    settings = ("top_n_sigma",)
-
-    def __init__(self, n: float) -> None:
-        self.n = n
-
-    @classmethod
-    def of(cls, sampling: Sampling, scope: Scope) -> Self | None:
-        return cls(sampling.top_n_sigma) if sampling.top_n_sigma else None
-
-    def narrow(self, row: Floats) -> Floats:
-        finite = row[row > -np.inf].astype(np.float64)
-        if finite.size == 0:
-            return row
-        bound = np.float32(finite.max() - self.n * finite.std())
-        return np.where(row < bound, np.float32(-np.inf), row)
 
 
 class TopK(Cut):
@@ -113,39 +91,6 @@ class TopK(Cut):
             if len(places) == k and logits[places[-1]] > -np.inf
             else None
         )
-
-
-class Typical(Cut):
-    """Keeps the tokens whose surprise is nearest to the mean surprise, as many as make up the share `p`."""
-
-    settings = ("typical_p",)
-
-    def __init__(self, p: float) -> None:
-        self.p = p
-
-    @classmethod
-    def of(cls, sampling: Sampling, scope: Scope) -> Self | None:
-        return cls(sampling.typical_p) if sampling.typical_p < 1 else None
-
-    def select(self, row: Floats) -> Candidates:
-        return Candidates(*top(row, len(row)))
-
-    @classmethod
-    def cut(cls, stages: Sequence[Self | None], table: Table) -> None:
-        limits = column([math.inf if stage is None else stage.p for stage in stages])
-        p = table.shares / table.shares.sum(axis=1, keepdims=True)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            surprise = -np.log(p)
-            mean = np.where(p > 0, p * surprise, 0.0).sum(axis=1, keepdims=True)
-            distance = np.where(p > 0, np.abs(surprise - mean), np.inf)
-        order = np.argsort(distance, axis=1, kind="stable")
-        ordered = np.take_along_axis(p, order, axis=1)
-        nearest = np.cumsum(ordered, axis=1) - ordered <= limits
-        is_kept = np.empty_like(nearest)
-        np.put_along_axis(is_kept, order, nearest, axis=1)
-        table.keep(is_kept)
-        # The likeliest may be among what was cut.
-        table.peak = table.logits.max(axis=1, keepdims=True)
 
 
 class TopP(Cut):
@@ -199,34 +144,6 @@ class MinP(Cut):
         table.keep(table.logits >= table.peak + depths)
 
 
-class Xtc(Cut):
-    """XTC: with a probability, drops the tokens above a threshold but the least likely of them."""
-
-    settings = ("xtc_probability", "xtc_threshold")
-
-    def __init__(self, probability: float, threshold: float) -> None:
-        self.numbers = probability, threshold
-
-    @classmethod
-    def of(cls, sampling: Sampling, scope: Scope) -> Self | None:
-        # Two tokens cannot both have more than half.
-        chosen = sampling.xtc_probability > 0 and sampling.xtc_threshold <= 0.5
-        return cls(sampling.xtc_probability, sampling.xtc_threshold) if chosen else None
-
-    def select(self, row: Floats) -> Candidates:
-        return Candidates(*top(row, len(row)))
-
-    @classmethod
-    def cut(cls, stages: Sequence[Self | None], table: Table) -> None:
-        numbers = np.array([(-1.0, 1.0) if stage is None else stage.numbers for stage in stages])
-        probability, threshold = numbers[:, :1], numbers[:, 1:]
-        p: Weights = table.shares / table.shares.sum(axis=1, keepdims=True)
-        left = table.logits > -np.inf
-        above = (left & (p >= threshold)).sum(axis=1, keepdims=True)
-        rank = np.cumsum(left, axis=1)
-        table.keep(~(left & (table.chances <= probability) & (rank < above)))
-
-
 class Temperature(Cut):
     """Cuts nothing: it sharpens or flattens the differences of what is left."""
 
@@ -244,76 +161,47 @@ class Temperature(Cut):
         table.temperature = column([1.0 if stage is None else stage.temperature for stage in stages])
 
 
-# Mirostat: draws that are about as surprising as was aimed at, in place of all other cuts.
-
-_TOKENS = 100
-"""The likeliest tokens that a curve is fitted through."""
+_NEUTRAL = Sampling()
 
 
-class Mirostat(Cut):
-    """Versions 1 and 2. Its state is the surprise that the next draw may have."""
+@dataclass(eq=False)
+class LateStage:
+    """A stage whose module is imported for the first request that has one of its `settings` not at its
+    default: there the stage is neutral."""
 
-    settings = ("mirostat", "mirostat_tau", "mirostat_eta")
-    replaces = True
-    observes = True
+    module: str
+    name: str
+    settings: tuple[str, ...]
+    kind: type[Stage] | None = None
+    """Itself, once it was asked for."""
 
-    def __init__(self, sampling: Sampling) -> None:
-        self._version = sampling.mirostat
-        self._temperature = np.float32(sampling.temperature)
-        self._tau = np.float32(sampling.mirostat_tau)
-        self._eta = np.float32(sampling.mirostat_eta)
-        self._surprise = np.float32(2 * sampling.mirostat_tau)
-
-    @classmethod
-    def of(cls, sampling: Sampling, scope: Scope) -> Self | None:
-        return cls(sampling) if sampling.mirostat else None
-
-    def select(self, row: Floats) -> Candidates:
-        if row.max() == -np.inf:
-            return Candidates(*top(row, 1))
-        row = row / self._temperature
-        if self._version == 1:
-            return Candidates(*top(row, self._count(row)))
-        # No more surprising than the aim: -log2 p is at most that.
-        bound = row.max() + math.log(total_mass(row)) - float(self._surprise) * math.log(2)
-        ids, logits = at_least(row, bound)
-        return Candidates(ids, logits) if len(ids) else Candidates(*top(row, 1))
-
-    def observe(self, probability: float) -> None:
-        """Aim the next draw by how surprising this one was."""
-        error = -np.log2(np.float32(probability)) - self._tau
-        self._surprise -= self._eta * error
-
-    def _count(self, row: Floats) -> int:
-        """How many tokens a Zipf curve through the likeliest needs for the surprise that is aimed at."""
-        _, logits = top(row, min(_TOKENS, len(row)))
-        ranks = np.arange(1, len(logits), dtype=np.float32)
-        steps = np.log((ranks + 1) / ranks)
-        with np.errstate(all="ignore"):
-            slope = float((steps * (logits[:-1] - logits[1:])).sum() / (steps * steps).sum())
-            flat = np.float64(slope - 1)
-            shared = 1 - np.float64(len(row)) ** -flat
-            k = (flat * np.float64(2) ** float(self._surprise) / shared) ** (1 / np.float64(slope))
-        if math.isnan(k):
-            return 1
-        return max(1, int(min(float(k), len(row))))
+    def of(self, sampling: Sampling, scope: Scope) -> Stage | None:
+        if all(getattr(sampling, name) == getattr(_NEUTRAL, name) for name in self.settings):
+            return None
+        if self.kind is None:
+            kind: type[Stage] = getattr(import_module(f"perdure.decode.sampling.{self.module}"), self.name)
+            self.kind = kind
+        return self.kind.of(sampling, scope)
 
 
-STAGES: tuple[type[Stage], ...] = (
+_PENALTIES = ("repeat_penalty", "frequency_penalty", "presence_penalty", "penalty_last_n")
+_DRY = ("dry_multiplier", "dry_base", "dry_allowed_length", "dry_last_n", "dry_breakers")
+STAGES: tuple[type[Stage] | LateStage, ...] = (
     Bias,
-    Penalties,
-    Dry,
+    LateStage("repetition", "Penalties", _PENALTIES),
+    LateStage("repetition", "Dry", _DRY),
     Greedy,
-    Mirostat,
-    TopNSigma,
+    LateStage("rare_cuts", "Mirostat", ("mirostat", "mirostat_tau", "mirostat_eta")),
+    LateStage("rare_cuts", "TopNSigma", ("top_n_sigma",)),
     TopK,
-    Typical,
+    LateStage("rare_cuts", "Typical", ("typical_p",)),
     TopP,
     MinP,
-    Xtc,
+    LateStage("rare_cuts", "Xtc", ("xtc_probability", "xtc_threshold")),
     Temperature,
 )
 """All stages, in the order of llama.cpp's own programs."""
+
 
 _WIDE = 2048
 """More candidates than this are drawn from by themselves, not beside those of others."""
@@ -472,7 +360,8 @@ def weights(streams: Sequence[tuple[Sampler, Candidates]], chances: NDArray[np.f
     """
     table = Table([candidates for _, candidates in streams], chances)
     used = {kind for sampler, _ in streams for kind in sampler.cuts}
-    for kind in STAGES:
+    for each in STAGES:
+        kind = each.kind if isinstance(each, LateStage) else each
         if kind in used and issubclass(kind, Cut):
             kind.cut([sampler.cuts.get(kind) for sampler, _ in streams], table)
     return table.weights()

@@ -28,7 +28,6 @@ from perdure.engine.contract import (
     Tokens,
     check_token,
 )
-from perdure.engine.logits import LogitsView
 from perdure.errors import (
     CannotRewindError,
     EngineError,
@@ -40,6 +39,7 @@ from perdure.errors import (
 
 if TYPE_CHECKING:
     from perdure.engine.inspection import KeyValues, Trace
+    from perdure.engine.logits import LogitsView
     from perdure.engine.state import Checkpoint
 
 

@@ -6,16 +6,19 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perdure.checks import is_integer
 from perdure.engine.contract import Core, Rows
-from perdure.engine.logits import LogitsView, Step
+from perdure.engine.step import Step
 from perdure.errors import RowError
 from perdure.memory import MemorySpec
+
+if TYPE_CHECKING:
+    from perdure.engine.logits import LogitsView
 
 
 class Span(NamedTuple):
@@ -292,8 +295,11 @@ class StepRows:
 
     def view(self, row: int, seq: int | None) -> LogitsView:
         key = self._key(row, seq)
-        view = self._step.views.get(key)
+        view: LogitsView | None = self._step.views.get(key)
         if view is None:
+            # Replies draw from rows without a view of them.
+            from perdure.engine.logits import LogitsView
+
             source = self._sources[key]
             array = self._core.row(source) if isinstance(source, int) else source.view()
             view = self._step.views[key] = LogitsView(array, self._step)

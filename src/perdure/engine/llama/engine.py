@@ -60,10 +60,14 @@ class LlamaEngine(Engine):
         return LlamaModel(source, cells=cells, progress=progress, **loading)
 
     def label(self, source: str) -> str:
-        from perdure.models import other_programs
+        path, chosen = Path(source), settings()
+        theirs = (*chosen.ollama_models, *chosen.lm_studio_models)
+        if path.is_absolute() and any(map(path.is_relative_to, theirs)):
+            from perdure.models import other_programs
 
-        # A blob of Ollama's has its digest for a name.
-        return other_programs.name_of(Path(source)) or Path(source).stem
+            # A blob of Ollama's has its digest for a name.
+            return other_programs.name_of(path) or path.stem
+        return path.stem
 
     def is_same(self, source: Source, path: str | None, digest: str) -> bool:
         name = source or settings().model

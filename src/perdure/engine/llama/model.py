@@ -33,15 +33,7 @@ from perdure.engine.llama.core import (
 )
 from perdure.engine.llama.native import library
 from perdure.engine.llama.native.declarations import CACHE_TYPES
-from perdure.engine.llama.offload import (
-    CPU_ONLY,
-    ContextRoom,
-    Offload,
-    check_split,
-    choose_devices,
-    plan_again,
-    plan_offload,
-)
+from perdure.engine.llama.offload import CPU_ONLY, ContextRoom, Offload, check_split, choose_devices
 from perdure.engine.llama.preflight import check_header, refuse_drafter, rope_factors, rope_limit
 from perdure.engine.llama.tokenizer import LlamaTokenizer
 from perdure.engine.llama.weights import LlamaWeights
@@ -165,6 +157,8 @@ class Model(FileModel):
                     + "leave gpu_layers out"
                 )
             return here
+        from perdure.engine.llama.layer_plan import plan_offload
+
         offload = plan_offload(
             layers, chosen, self.sizes, self.path.name, setup=self._setup(cells), cpu_experts=experts
         )
@@ -192,6 +186,8 @@ class Model(FileModel):
             except OutOfMemoryError:
                 if not offload.flexible:
                     raise
+            from perdure.engine.llama.layer_plan import plan_again
+
             names = [device.name for device in offload.devices]
             now = choose_devices(library.loaded().device_list, names)
             self._offload = plan_again(offload, now, self.sizes, self.path.name, setup=self._setup(cells))

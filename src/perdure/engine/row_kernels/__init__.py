@@ -113,6 +113,10 @@ class Measure(NamedTuple):
     """Theirs."""
 
 
+ALTERNATIVES = 5
+"""The likeliest tokens that events report beside each."""
+
+
 class Measures:
     """The measures of the tokens that are drawn from the rows of one table, as objects only when they are
     read: the rows themselves are looked at once, in one native call.

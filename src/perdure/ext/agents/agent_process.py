@@ -30,7 +30,7 @@ def run_agent(command: list[str], environment: dict[str, str], folder: Path | No
     A signal that asks this process to end goes to the program and to what it has started. Ctrl-C is between
     the program and the terminal.
     """
-    # Where no terminal is to be shared, a group of processes of its own can be ended as a whole.
+    # Where no terminal is to be shared, a separate group of processes can be ended as a whole.
     apart = system.POSIX and not sys.stdin.isatty()
     asked: list[int] = []
     signals = (signal.SIGINT, *system.ending_signals())

@@ -11,11 +11,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import subprocess
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
 from perdure import InvalidInputError, TooLargeError
-from perdure.spi.base import system
+from perdure.spi.base import read_stream, system
+from perdure.spi.runtime import BackgroundTimer
 
 MOST_BYTES = 64 << 20
 """Of a file."""
@@ -25,6 +27,8 @@ MOST_CHARACTERS = 4 << 20
 MOST_MEMORY = 2 << 30
 """That its reader may take, where the system can hold it to that."""
 SECONDS = 60
+_ANSWER_BYTES = 16 * MOST_CHARACTERS
+"""Of its text as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +52,34 @@ def pdf_text(path: Path, *, seconds: float = SECONDS, memory: int = MOST_MEMORY)
             'this server reads no PDF: pypdf is not installed beside it (pip install "perdure[documents]")'
         )
     command = system.isolated_python("-m", "perdure.ext.documents.child", str(path), str(memory))
-    try:
-        ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds)
-    except subprocess.TimeoutExpired:
+    overdue = threading.Event()
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as child:
+
+        def end() -> None:
+            overdue.set()
+            child.kill()
+
+        timer = BackgroundTimer(seconds, end, name="perdure-pdf")
+        timer.start()
+        try:
+            assert child.stdout is not None
+            said = read_stream(child.stdout, _ANSWER_BYTES, "the text of this PDF")
+        except BaseException:
+            child.kill()
+            raise
+        finally:
+            timer.cancel()
+    if overdue.is_set():
         raise InvalidInputError(
             f"this PDF took more than {seconds:g} seconds to read; split it, or attach its text"
-        ) from None
+        )
     try:
-        answer = json.loads(ended.stdout)
+        answer = json.loads(said)
     except ValueError:
         raise InvalidInputError(
-            f"this PDF cannot be read: its reader ended with {ended.returncode}, as it does where a file is "
+            f"this PDF cannot be read: its reader ended with {child.returncode}, as it does where a file is "
             "damaged or takes too much memory; attach its text"
         ) from None
     if "limit" in answer:

@@ -136,10 +136,13 @@ def samples_of(data: bytes, rate: int) -> NDArray[np.float32]:
             channels = samples.reshape(-1, sound.getnchannels())
             mean: NDArray[np.float32] = (channels.mean(axis=1) / 32768).astype(np.float32)
             return mean
-    except (wave.Error, EOFError, ValueError) as error:
-        if isinstance(error, PerdureError):
-            raise
-        raise InvalidInputError(f"this is no WAV file that can be read: {error}") from None
+    except PerdureError:
+        raise
+    except Exception as error:
+        # The module raises whatever a header makes it stumble over.
+        raise InvalidInputError(
+            f"this is no WAV file that can be read: {error or type(error).__name__}"
+        ) from None
 
 
 def _refuse(out: BinaryIO, error: PerdureError) -> None:

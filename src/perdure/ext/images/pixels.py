@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import math
+import struct
 import warnings
 
 import numpy as np
@@ -24,12 +25,22 @@ VERSION = f"Pillow {PIL.__version__}, RGB on white, oriented"
 """What pixels depend on besides the file."""
 
 
+_DAMAGED = (OSError, SyntaxError, ValueError, EOFError, LookupError, TypeError, ArithmeticError, struct.error)
+"""What Pillow raises for files that are not what they say."""
+
+
 def size_of(data: bytes) -> tuple[int, int]:
     """Width and height of an image as it will be, by its header alone."""
     with _opened(data) as image:
         width, height = image.size
+        try:
+            # A PNG without one in its header would be decoded to look for it.
+            exif = image.getexif() if image.format != "PNG" or "exif" in image.info else {}
+            turned = exif.get(0x0112, 1) in (5, 6, 7, 8)
+        except _DAMAGED as error:
+            raise InvalidInputError(f"the image is damaged: {error}") from None
         # 5 to 8 stand for quarter turns.
-        return (height, width) if image.getexif().get(0x0112, 1) in (5, 6, 7, 8) else (width, height)
+        return (height, width) if turned else (width, height)
 
 
 def pixels_of(data: bytes) -> NDArray[np.uint8]:
@@ -39,7 +50,7 @@ def pixels_of(data: bytes) -> NDArray[np.uint8]:
             image.load()
             turned = ImageOps.exif_transpose(image)
             return np.array(_as_rgb(turned), np.uint8)
-        except (OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, TypeError) as error:
+        except _DAMAGED as error:
             raise InvalidInputError(f"the image is damaged: {error}") from None
 
 

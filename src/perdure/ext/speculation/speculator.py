@@ -372,7 +372,7 @@ class Speculator:
 
     def _start(self, known: int) -> float:
         """The credit of a new reply, for two wrong guesses: each a change of size and back, and what a model
-        writes ahead, or a token more. Whoever has anything left may make one."""
+        writes ahead, or a token more. A sequence with anything left may make one."""
         costs = self._costs
         if self._models:
             return 2 * (costs.seconds(known) + 2 * costs.change)

@@ -19,7 +19,8 @@ from perdure.engine.adapters import absolute_names
 from perdure.engine_config import N_CTX, EngineConfig
 from perdure.errors import ClosedError, InvalidInputError, PerdureError
 from perdure.events.background import BackgroundThread
-from perdure.models.placement import Room, memory_needed
+from perdure.models.placement import Room
+from perdure.models.ways_to_open import memory_needed
 from perdure.runtime import Runtime
 from perdure.server.pool.spec import ModelSpec, check_copies
 from perdure.sessions.store.base import SessionStore

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, cast
 from perdure.config import settings
 from perdure.errors import InvalidInputError
 from perdure.sessions.store.base import SessionStore
-from perdure.sessions.store.sqlite.store import FILE, SqliteStore
+from perdure.sessions.store.sqlite import FILE
+from perdure.sessions.store.sqlite.store import SqliteStore
 
 if TYPE_CHECKING:
     from perdure.cache.tiers.codec import Encryption

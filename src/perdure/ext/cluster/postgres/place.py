@@ -102,7 +102,7 @@ def stand_in(url: str) -> Path:
             f"{place.folder} keeps the blocks of {known}: choose another folder=… for {place.shown}"
         )
     if known is None and (place.folder / "sessions.sqlite").exists():
-        raise StoreError(f"{place.folder} has sessions of its own: choose another folder=…")
+        raise StoreError(f"{place.folder} has other sessions already: choose another folder=…")
     if known != place.shown:
         write_file(path, [f"{place.shown}\n".encode()])
     with _CHANGING:

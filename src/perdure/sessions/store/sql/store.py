@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import builtins
+import functools
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perdure.errors import (
     CorruptStateError,
@@ -28,8 +29,6 @@ from perdure.sessions.store.sql.tables import (
     RECORD,
     SESSION,
     SESSION_COLUMNS,
-    Condition,
-    MemoryTable,
     Rows,
     TurnTable,
     Value,
@@ -46,6 +45,9 @@ from perdure.sessions.store.sql.tables import (
 )
 from perdure.sessions.store.sql.usage import UsageTable
 from perdure.sessions.turn import FIRST, Turn
+
+if TYPE_CHECKING:
+    from perdure.sessions.store.sql.memories import Condition, MemoryTable
 
 _NAMESPACE, _HEAD, _UPDATED = map(SESSION_COLUMNS.index, ("namespace", "head", "updated"))
 _TABLES = {"session": SESSION, "record": RECORD}
@@ -70,10 +72,15 @@ class SqlStore:
         self._numbers = numbers
         self._check = check
         self._turns = TurnTable(database, dialect, numbers)
-        self._memories = MemoryTable(database, dialect, numbers)
         self._usage = UsageTable(database, dialect)
         self._turn_files = FileTable(database, self._usage)
         self._searching: dict[str | None, threading.Lock] = {}
+
+    @functools.cached_property
+    def _memories(self) -> MemoryTable:
+        from perdure.sessions.store.sql.memories import MemoryTable
+
+        return MemoryTable(self._db, self._sql, self._numbers)
 
     @property
     def key_store(self) -> object:

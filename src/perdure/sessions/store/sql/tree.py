@@ -5,13 +5,13 @@ from __future__ import annotations
 from perdure.errors import CorruptStateError, SessionNotFoundError
 from perdure.sessions.info import ID_BYTES, SessionInfo, Tree, TreeTurn, parse_turn_id, turn_id
 from perdure.sessions.store.sql.database import Database, Dialect
+from perdure.sessions.store.sql.memories import MemoryTable
 from perdure.sessions.store.sql.tables import (
     ADVICE,
     MEMORY,
     RECORD,
     SESSION,
     TURN_COLUMNS,
-    MemoryTable,
     proved_session,
     row_checksum,
 )

@@ -27,7 +27,7 @@ from urllib.request import url2pathname
 from perdure import system
 from perdure.atomic import read_text
 from perdure.errors import FetchError
-from perdure.models.download import (
+from perdure.models.fetching.download import (
     Remote,
     check_free_space,
     download,

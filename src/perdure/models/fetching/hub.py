@@ -15,7 +15,7 @@ from perdure.atomic import read_text
 from perdure.errors import FetchError, ModelNotFoundError
 from perdure.identity import content_digest
 from perdure.models.card import is_projector, part_names
-from perdure.models.download import (
+from perdure.models.fetching.download import (
     Remote,
     RemoteBytes,
     check_free_space,

