@@ -395,7 +395,7 @@ PEERS = {
 with their fields."""
 
 
-_LACKING = {"mmproj": "images are not supported (docs/not_supported.md)"}
+_LACKING = {"mmproj": "the projector is found beside the model's file, if its name has mmproj in it"}
 """Options of others for what is not there."""
 
 F = TypeVar("F", bound=Callable[..., object])

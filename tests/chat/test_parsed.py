@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel, Field, TypeAdapter
 
 import perdure
-from perdure import GrammarError, InvalidInputError
+from perdure import GrammarError, InvalidInputError, SessionError
 from perdure.testing.toy import ToyModel
 
 
@@ -43,6 +43,26 @@ def test_a_class_gives_its_objects(rt: Any) -> None:
     assert rt.session("a").history()[-1].settings["schema"] == SCHEMA
 
 
+def test_a_class_and_functions_are_settings_of_a_session(rt: Any) -> None:
+    """This process gets objects of the class; what is kept is JSON, which the next one opens it with too."""
+
+    def weather(warm: bool) -> str:
+        """The weather."""
+        return f"{warm}"
+
+    session = rt.session("typed", schema=City, tools=[weather], tool_choice="none")
+    assert isinstance(session.say("A city?", **ASKED).parsed, City)
+    assert isinstance(session.fork("typed too").say("A city?", **ASKED).parsed, City)
+    assert session.settings["schema"] == SCHEMA
+    assert session.settings["tools"][0]["function"]["name"] == "weather"
+    again = rt.session("typed", schema=SCHEMA, tools=[weather], tool_choice="none")
+    assert again is session
+    with pytest.raises(SessionError, match="other settings"):
+        rt.session("typed", schema=TypeAdapter(bool))
+    with pytest.raises(InvalidInputError):
+        rt.session("wrong", schema=object())
+
+
 def test_an_adapter_of_types_and_a_mapping_do_too(rt: Any) -> None:
     assert isinstance(rt.generate("b", schema=TypeAdapter(City | bool), **ASKED).parsed, (City, bool))
     parsed = rt.chat(HELLO, schema=SCHEMA, **ASKED).parsed
@@ -71,7 +91,7 @@ def test_log_probabilities_have_the_text_of_their_tokens(rt: Any) -> None:
         ({"stop": 5}, "stop is a text, or several"),
         ({"response_format": {}}, "called 'schema' here"),
         ({"toolz": []}, "did you mean 'tools'"),
-        ({"mmproj": "x"}, "images are not supported"),
+        ({"mmproj": "x"}, "is found beside the model's file"),
     ],
 )
 def test_mistakes_in_keywords_of_a_chat_are_named(keywords: Any, problem: str) -> None:

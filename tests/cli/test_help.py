@@ -60,6 +60,7 @@ def test_every_help_reads_well_at_80_columns() -> None:
             "None",
         ):
             assert not re.search(wrong, text, re.MULTILINE), (name, wrong, text)
+        assert text.count("[") == text.count("]"), (name, text)
 
 
 def test_the_defaults_of_sampling_are_shown_wherever_it_can_be_chosen() -> None:

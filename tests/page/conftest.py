@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Error, Page, sync_playwright
+from playwright.sync_api import Browser, Error, Page, Playwright, sync_playwright
 
 from page.gates import PatientTurnstile
 from page.user import PATIENCE, Served, User
@@ -19,22 +19,23 @@ from server.live_server import LiveServer, live_server
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
-def _executable() -> str | None:
+def executable() -> str | None:
     named = os.environ.get("PLAYWRIGHT_CHROMIUM_EXECUTABLE_PATH")
     return named or next((found for name in _NAMES if (found := shutil.which(name))), None)
+
+
+def launch(playwright: Playwright, path: str | None) -> Browser:
+    # As root, which containers run as, Chromium starts only without its sandbox.
+    args = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"]
+    return playwright.chromium.launch(executable_path=path, args=args)
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     """Chromium. Where there is none, or where it cannot start, what needs it is skipped and says why."""
-    executable = _executable()
     with sync_playwright() as playwright:
         try:
-            # As root, which containers run as, Chromium starts only without its sandbox.
-            started = playwright.chromium.launch(
-                executable_path=executable,
-                args=["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"],
-            )
+            started = launch(playwright, executable())
         except Error as error:
             reason = str(error).strip().splitlines()[0]
             pytest.skip(f"no Chromium: install it, or set PLAYWRIGHT_CHROMIUM_EXECUTABLE_PATH ({reason})")

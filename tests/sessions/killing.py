@@ -68,8 +68,12 @@ class Found:
     failures: list[str] = field(default_factory=list)
 
 
-def open_runtime(store: str | None, model: str | None, *, slow: bool = False) -> Runtime:
-    source: Any = model or ToyModel(faults=Faults(gate=Slow() if slow else None))
+def open_runtime(
+    store: str | None, model: str | None = None, *, slow: bool = False, words: bool = False
+) -> Runtime:
+    """With `words` its replies are small letters and spaces, which are the same in a page."""
+    length = TOKENS if words else None
+    source: Any = model or ToyModel(faults=Faults(gate=Slow() if slow else None), reply_tokens=length)
     return perdure.open(source, store=store, n_ctx=512, slots=2, threads=1, exact=True)
 
 
@@ -110,8 +114,8 @@ def library(store: str, name: str, question: str, seed: int, out: int) -> None:
         os.write(out, delta.text.encode())
 
 
-def server(store: str, listening: socket.socket) -> None:
-    with open_runtime(store, None, slow=True) as rt:
+def server(store: str, listening: socket.socket, *, slow: bool = True, words: bool = False) -> None:
+    with open_runtime(store, slow=slow, words=words) as rt:
         state = ServerState(runtime=rt, name="toy", limits=Limits(grace_seconds=0.1))
         HttpServer(state).run(sockets=[listening])
 
@@ -200,9 +204,7 @@ class Hunt:
                 # What handles SIGTERM keeps all that it has sent.
                 orderly = end == signal.SIGTERM and self.surface != "library"
                 session = session_of(self.surface, name)
-                seen = forked(
-                    partial(self._look, session, sent, question, seed, accepted=accepted, orderly=orderly)
-                )
+                seen = self._seen(session, sent, question, seed, accepted=accepted, orderly=orderly)
             except AssertionError as error:
                 found.failures.append(f"{name}: {error}")
                 continue
@@ -284,6 +286,14 @@ class Hunt:
         os.waitpid(killer, 0)
         os.waitpid(child, 0)
         return name, accepted, sent
+
+    def _seen(
+        self, session: str, sent: str, question: str, seed: int, *, accepted: bool, orderly: bool
+    ) -> tuple[str, str]:
+        """`_look` in another process."""
+        return forked(  # type: ignore[no-any-return]
+            partial(self._look, session, sent, question, seed, accepted=accepted, orderly=orderly)
+        )
 
     def _look(
         self, session: str, sent: str, question: str, seed: int, *, accepted: bool, orderly: bool

@@ -268,9 +268,9 @@ class MemoryStore:
             self._fence(session)
             self._delete(session)
 
-    def head(self, session: SessionInfo) -> int:
+    def head(self, session: SessionInfo) -> tuple[int, bool]:
         with self._reading():
-            return self._standing(session).head
+            return self._standing(session).head, self.pending(session) is not None
 
     # Turns.
 

@@ -98,9 +98,9 @@ def test_moving_about_reads_as_much_in_a_long_session(
 
 
 CHANGES: dict[str, tuple[Callable[[Any], object], int]] = {
-    "append": (lambda s: s.append("More"), 11),
+    "append": (lambda s: s.append("More"), 9),
     "fork": (lambda s: s.fork("b"), 8),
-    "rewind": (lambda s: s.rewind(1), 9),
+    "rewind": (lambda s: s.rewind(1), 8),
 }
 
 

@@ -190,12 +190,12 @@ def test_a_session_that_another_has_changed_is_not_changed_by_what_was_read_befo
     info = created(store, "s", 2)
     whole = turns(4)
     store.add(info, whole[2:3], parent=info.head, expected=info.head)
-    moved = other.head(info)
+    moved, _ = other.head(info)
     with pytest.raises(SessionError, match="changed meanwhile: nothing was done"):
         other.add(info, whole[2:4], parent=info.head, expected=info.head)
     with pytest.raises(SessionError, match="changed meanwhile: nothing was done"):
         other.move(info, info.head, digest=info.digest, expected=info.head)
-    assert other.head(info) == moved
+    assert other.head(info) == (moved, False)
     assert store.page(moved, "s", after=0) == whole[:3]
 
 
@@ -273,9 +273,11 @@ def test_c12_a_session_has_one_pending_turn_until_it_moves_on_or_goes(opened: Op
     [empty] = store.sizes()
     store.limit("a", Quota(sessions=1, nbytes=empty.nbytes))
     assert store.pending(info) is None
+    assert other.head(info) == (info.head, False)
     first = store.pend(info, {"asked": "x" * 1000})
     assert first is not None
     assert other.pending(info) == first
+    assert other.head(info) == (info.head, True)
     # It is part of a session, and no quota refuses it.
     assert [size.sessions for size in store.sizes()] == [1]
     assert store.note(first, {"asked": "y"}, bounded=False).origin == {"asked": "y"}

@@ -111,7 +111,7 @@ def _named(name: str) -> str:
 
 def _plain_help(text: str) -> str:
     """A text without the bounds of a number, which an error gives, and with a default in plain words."""
-    text = re.sub(r"; [^;\]]*x[<>]=[^;\]]*\]", "]", text)
+    text = re.sub(r"; [^;\]\[]*x[<>]=[^;\]]*\]", "]", text)
     text = re.sub(r"\s*\[[^;\]]*x[<>]=[^;\]]*\]", "", text)
     text = re.sub(r"\[default: (\d+)\.0\]", r"[default: \1]", text)
     return re.sub(r"\[default: \((.*?)\)\]", r"[default: \1]", text)

@@ -89,6 +89,8 @@ class PendingTurn:
     """What its reply is drawn with, where its settings name no seed."""
     record: Record | None = None
     """Where it is written down, once it was submitted."""
+    may_replace: bool = True
+    """Whether its session may have a pending turn already: as the store said when the session was taken."""
     replaced: Mapping[str, Any] | None = None
     """The pending turn in whose place it is, as it is written down."""
     output: OutputQueue | None = None

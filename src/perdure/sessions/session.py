@@ -24,7 +24,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, Self, TypeVar, Unpack
 
 from perdure.chat.chat_format import ChatFormat
 from perdure.chat.message import Message
@@ -137,6 +137,8 @@ class Session(SessionView):
         self._pending: PendingTurn | None = None
         self.saved: int | None = None
         """Tokens whose state was written. None before the first turn: that turn then shows it."""
+        self._schema: Mapping[str, Any] = {}
+        """The setting `schema` where it was given as a class: no store has that."""
         self._computed_with: tuple[Mapping[str, float] | None] | None = None
         """The adapters of the last turn of this process."""
         self.last: ChatReply | None = None
@@ -145,6 +147,12 @@ class Session(SessionView):
     def rebase(self, history: History, saved: int | None) -> None:
         """Begin with turns that are at hand already, of which so many tokens have their state written."""
         self._history, self.saved = history, saved
+
+    def reading_as(self, settings: Mapping[str, Any]) -> Self:
+        """Have replies read as the class that was given as a schema of the session, by this process."""
+        if (schema := settings.get("schema")) is not None and schema != self.settings.get("schema"):
+            self._schema = {"schema": schema}
+        return self
 
     # Talking.
 
@@ -164,7 +172,7 @@ class Session(SessionView):
         same is said again, which takes its place, as with `pending="discard"`."""
         messages = said_messages(said)
         with self._beginning(settings, keep_partial, extra) as turn:
-            if pending == "keep":
+            if pending == "keep" and turn.replaced is not None:
                 self._settle(turn, messages)
             return self._stream(turn, turn.base, messages)
 
@@ -182,7 +190,7 @@ class Session(SessionView):
         The session stays as it is. `call_ids` is as in `TurnExtra`; one that is `idle` is written while there
         is no other request."""
         self._check_there()
-        merged = {**self.settings, **settings}
+        merged = {**self.settings, **self._schema, **settings}
         submit = self._host.backend.submit
         return Stream(
             self._unkept(said_messages(said), preamble, self.standing(turn), call_ids, merged),
@@ -544,8 +552,9 @@ class Session(SessionView):
         """Have messages said that nobody answers yet. They are read ahead while the engine is idle."""
         messages = said_messages(said)
         self._keep_images(messages)
-        with self._changing():
-            self._settle(None)
+        with self._changing() as may_have_pending:
+            if may_have_pending:
+                self._settle(None)
             base = self._history
             whole = base.transcript
             turn = Turn(
@@ -801,7 +810,7 @@ class Session(SessionView):
         self, settings: Mapping[str, Any], keep_partial: bool = False, extra: TurnExtra | None = None
     ) -> Iterator[PendingTurn]:
         """Have the session for a turn; nobody else gets it before the turn's end. An error here ends it."""
-        merged = {**self.settings, **settings}
+        merged = {**self.settings, **self._schema, **settings}
         if merged.get("n", 1) != 1:
             raise InvalidInputError("a turn has one reply; leave n at 1, or fork the session")
         deadline = take_deadline(merged)
@@ -818,7 +827,7 @@ class Session(SessionView):
                 # Before any work: a turn that cannot be kept is not made.
                 if extra.follower is not None:
                     extra.follower._wait_for(pending)
-            if (record := self._host.store.pending(self._owner(pending))) is not None:
+            if pending.may_replace and (record := self._host.store.pending(self._owner(pending))) is not None:
                 pending.replaced = record.origin
             yield pending
         except BaseException:
@@ -829,10 +838,10 @@ class Session(SessionView):
 
     def _begin(self) -> PendingTurn:
         with self._lock:
-            self._take()
+            may_replace = self._take()
             info, store, history = self._info, self._host.store, self._history
             self._pending = pending = PendingTurn(
-                base=history, head=history.head, unlock=lambda: store.release(info)
+                base=history, head=history.head, unlock=lambda: store.release(info), may_replace=may_replace
             )
             return pending
 
@@ -840,7 +849,7 @@ class Session(SessionView):
         """Have nobody else change the session while a turn that it is to follow is in the making. Refused
         where the session does not stand where that turn began: the turn could not become part of it."""
         with self._lock:
-            self._take()
+            pending.may_replace = self._take()
             if self._history.head != pending.head:
                 self._host.store.release(self._info)
                 raise SessionError(
@@ -869,17 +878,19 @@ class Session(SessionView):
                 self._pending = None
 
     @contextmanager
-    def _changing(self) -> Iterator[None]:
-        """Held while a session is moved about: nobody else does, and no turn is on its way."""
+    def _changing(self) -> Iterator[bool]:
+        """Held while a session is moved about: nobody else does, and no turn is on its way. Gives whether one
+        may be pending."""
         with self._lock:
-            self._take()
+            may_have_pending = self._take()
             try:
-                yield
+                yield may_have_pending
             finally:
                 self._host.store.release(self._info)
 
-    def _take(self) -> None:
-        """Have the session as it is now, before all other threads and processes."""
+    def _take(self) -> bool:
+        """Have the session as it is now, before all other threads and processes; whether it may have a
+        pending turn."""
         self._check_there()
         self._check_free()
         before = self._pending
@@ -890,7 +901,7 @@ class Session(SessionView):
                 f"session {self.name!r} is answering another turn in another program: wait for it, or fork it"
             )
         try:
-            self._refresh()
+            may_have_pending = self._refresh()
         except BaseException:
             self._host.store.release(self._info)
             raise
@@ -902,6 +913,7 @@ class Session(SessionView):
                 # Its caller has gone on without it.
                 self._host.pending.forget(before)
             self._pending = None
+        return may_have_pending
 
     def _check_free(self) -> None:
         if self._pending is not None and self._pending.is_running:

@@ -165,33 +165,36 @@ class SessionView:
     def _turns(self) -> int:
         return len(self._history)
 
-    def _refresh(self) -> None:
-        """Take in what another process has made of the session. A store that cannot be read changes nothing:
-        the next write raises the error."""
+    def _refresh(self) -> bool:
+        """Take in what another process has made of the session; whether it may have a pending turn. A store
+        that cannot be read changes nothing: the next write raises the error."""
         if self._deleted or not self._host.store.is_shared or self._host.store.readonly:
-            return
+            return True
         # First without the lock, which another thread may hold for long: mostly there is nothing new.
-        if self._is_current():
-            return
+        head, has_pending = self._stored_head()
+        if head == self._history.head:
+            return has_pending
         with self._lock, suppress(StoreError):
-            if self._is_current():
-                return
+            head, has_pending = self._stored_head()
+            if head == self._history.head:
+                return has_pending
             now = self._host.store.record(self.namespace, self.kind, self.name)
             if not isinstance(now, SessionInfo) or now.number != self._info.number:
                 self._deleted = True
                 raise SessionNotFoundError(f"session {self.name!r} was deleted")
             self._info = now
             self._history = History.at(TurnReference(now.head, now.digest, now.depth), self._reader())
+        return True
 
-    def _is_current(self) -> bool:
+    def _stored_head(self) -> tuple[int, bool]:
+        """`SessionStore.head`; of a store that cannot be read, what is known."""
         with suppress(StoreError):
             try:
-                head = self._host.store.head(self._info)
+                return self._host.store.head(self._info)
             except SessionNotFoundError:
                 self._deleted = True
                 raise
-            return head == self._history.head
-        return True
+        return self._history.head, True
 
     def _reader(self) -> Read:
         """Reads its turns. It does not hold the session: one that nobody holds goes at once."""
@@ -211,7 +214,7 @@ class SessionView:
             yield
         except CorruptStateError:
             self._check_there()
-            if not self._is_current():
+            if self._stored_head()[0] != self._history.head:
                 raise SessionError(f"session {self.name!r} was changed meanwhile: ask again") from None
             raise
 

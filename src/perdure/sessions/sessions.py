@@ -37,6 +37,7 @@ from perdure.sessions.turn import (
     Turn,
     check_settings,
     said_messages,
+    written_settings,
 )
 
 if TYPE_CHECKING:
@@ -148,17 +149,18 @@ class Sessions(Closing):
             # Another process may be faster.
             with suppress(SessionExistsError):
                 return self.create(name, system=system, namespace=namespace, settings=settings, agent=agent)
+        written = written_settings(settings or {})
         session = self._opened(self.store.find(namespace, name))
         if system is not None and session.system != system:
             raise SessionError(
                 f"session {name!r} has another system message: leave it out to go on with that one, or "
                 "choose another name"
             )
-        if settings and dict(settings) != dict(session.settings):
+        if written and written != dict(session.settings):
             raise SessionError(
                 f"session {name!r} has other settings: leave them out, or give them with each turn"
             )
-        return session
+        return session.reading_as(settings or {})
 
     def create(
         self,
@@ -174,13 +176,15 @@ class Sessions(Closing):
         for it, if it is known, and `parent` the session of the agent that started it."""
         self.check_open()
         check_session_name(name)
-        check_settings(settings or {})
+        written = written_settings(settings or {})
+        check_settings(written)
         start = Turn(
             kind="start",
             messages=(Message(role="system", content=system),) if system is not None else (),
         )
         origin = {name: value for name, value in (("agent", agent), ("parent", parent)) if value}
-        return self._opened(self.store.create(namespace, name, [start], settings=settings, origin=origin))
+        made = self.store.create(namespace, name, [start], settings=written, origin=origin)
+        return self._opened(made).reading_as(settings or {})
 
     def temporary_folder(self) -> tempfile.TemporaryDirectory[str]:
         """A new folder for a file on its way in or out, which only the owner may enter."""
@@ -357,7 +361,7 @@ class Sessions(Closing):
                 origin=title | {"how": how, "session": session.name, "turn": place.depth},
             )
         )
-        made.saved = session.saved
+        made.saved, made._schema = session.saved, session._schema
         return made
 
     def remove(self, session: Session) -> None:

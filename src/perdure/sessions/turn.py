@@ -406,6 +406,20 @@ def _pair(value: Any) -> tuple[int, int]:
     return first, second
 
 
+def written_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a session as they can be kept: a class in `schema` and functions in `tools` as JSON."""
+    written = dict(settings)
+    if written.get("schema") is not None:
+        from perdure.decode.sampling.grammar import written_schema
+
+        written["schema"] = written_schema(written["schema"])
+    if isinstance(tools := written.get("tools"), Sequence) and not isinstance(tools, str):
+        from perdure.chat.message import Tool
+
+        written["tools"] = [Tool.parse(tool).to_dict() for tool in tools]
+    return written
+
+
 def check_settings(settings: Mapping[str, Any]) -> None:
     """Raise unless a session with these settings can answer."""
     # Not where turns are only listed: NumPy comes with them.

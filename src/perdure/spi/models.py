@@ -2,7 +2,8 @@
 
 from perdure import models
 from perdure.models.card import ASSISTANTS, Card, Facts, TypeShare, part_names, read_parts
-from perdure.models.catalogue import names_of
+from perdure.models.catalogue import CatalogueModel, fit_of, names_of
+from perdure.models.catalogue import find as find_by_name
 from perdure.models.fetching.download import Remote, RemoteBytes, web
 from perdure.models.fetching.hub import chosen, hub_cache, read_offers
 from perdure.models.header import FILE_TYPES, TENSOR_TYPES, Header, parse_header
@@ -30,6 +31,7 @@ __all__ = [
     "LEAST_CONTEXT",
     "TENSOR_TYPES",
     "Card",
+    "CatalogueModel",
     "Facts",
     "FitConstraints",
     "FitLevel",
@@ -47,6 +49,8 @@ __all__ = [
     "UrlSource",
     "chosen",
     "deadly_files",
+    "find_by_name",
+    "fit_of",
     "hub_cache",
     "judge",
     "locate",

@@ -478,7 +478,7 @@ def _model_lines(server_state: ServerState, isolated: bool) -> list[tuple[str, s
     return [
         ("model", f"{first.name}, {state}"),
         ("context", f"{runtime.n_ctx} tokens a request"),
-        ("slots", f"{runtime.slots} requests at once"),
+        ("slots", f"{words.count(runtime.slots, 'request')} at once"),
     ]
 
 

@@ -13,7 +13,7 @@ from perdure.spi.cli import Json, Key, Url, ask, print_json, terminal
 def why(
     request: Annotated[
         int | None,
-        typer.Argument(metavar="[REQUEST]", help="Number of the request; the latest, if not said.", min=1),
+        typer.Argument(metavar="REQUEST", help="Number of the request; the latest, if not said.", min=1),
     ] = None,
     url: Url = None,
     key: Key = None,

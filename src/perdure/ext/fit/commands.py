@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 from rich.filesize import decimal
 
-from perdure import PerdureError
+from perdure import FetchError, PerdureError
 from perdure.spi.base import system
-from perdure.spi.cli import groups, model_names, print_json, shared, terminal, write_columns
+from perdure.spi.cli import groups, model_names, print_json, shared, terminal, words, write_columns
 
 if TYPE_CHECKING:
     from perdure.ext.fit.fit import Fit
     from perdure.ext.fit.tuning import Trial
     from perdure.spi.base import FitKeywords
     from perdure.spi.engine import EngineModel, LoadingKeywords
+    from perdure.spi.models import CatalogueModel
 
+_VERDICTS = {"fits": "fits", "tight": "is tight", "not": "does not fit"}
 _LENGTHS = (512, 2048)
 """Tokens behind which the speed of each K/V type is measured."""
 _LOOK = 1.0
@@ -51,6 +53,7 @@ def fit(
     does not fit.
     """
     from perdure.ext.fit.fit import fit_all
+    from perdure.spi.models import find_by_name
 
     config = groups.engine_config(
         n_ctx=ctx,
@@ -60,7 +63,13 @@ def fit(
         devices=device,
         kv_offload=kv_offload,
     )
-    fits = fit_all(model or "", **cast("FitKeywords", config.keywords))
+    try:
+        fits = fit_all(model or "", **cast("FitKeywords", config.keywords))
+    except FetchError as error:
+        if as_json or (known := find_by_name(model or "")) is None:
+            raise
+        _show_known(known, error)
+        return
     if as_json:
         print_json([_plain(each) for each in fits])
     elif len(fits) == 1:
@@ -68,6 +77,20 @@ def fit(
     else:
         _table(fits)
     if all(each.verdict == "not" for each in fits):
+        raise typer.Exit(1)
+
+
+def _show_known(model: CatalogueModel, error: FetchError) -> None:
+    """What the catalogue has of a model whose file cannot be read."""
+    from perdure.spi.models import fit_of
+
+    verdict = fit_of(model.memory)
+    takes = f"about {decimal(model.memory)} of memory with the usual context"
+    terminal.write(
+        f"{model.name} {_VERDICTS[verdict]}: {takes} ({decimal(model.size)} to fetch).\n\n"
+        f"This is from the catalogue, since its file cannot be read: {error}.\n"
+    )
+    if verdict == "not":
         raise typer.Exit(1)
 
 
@@ -84,8 +107,7 @@ def _plain(fit: Fit) -> dict[str, Any]:
 
 
 def _show(fit: Fit, name: str) -> None:
-    verdict = {"fits": "fits", "tight": "is tight", "not": "does not fit"}[fit.verdict]
-    terminal.write(f"{terminal.harmless(fit.name)} {verdict}.\n\n")
+    terminal.write(f"{terminal.harmless(fit.name)} {_VERDICTS[fit.verdict]}.\n\n")
     rows: list[tuple[str, ...]] = [("", "weights", "K/V", "buffers", "in all", "free")]
     places = [("memory", fit.machine, fit.room.machine)]
     if fit.room.device:
@@ -180,8 +202,9 @@ def tune(
         print_json(best.to_json())
     else:
         terminal.write(
-            f"{best.config.threads} threads, steps of {best.config.n_batch} tokens, K/V in {best.config.kv}: "
-            f"reply {best.reply:,.1f} tok/s, prompt {best.prompt:,.0f} tok/s. Remembered.\n"
+            f"{words.count(best.config.threads or 1, 'thread')}, steps of {best.config.n_batch} tokens, "
+            f"K/V in {best.config.kv}: reply {best.reply:,.1f} tok/s, prompt {best.prompt:,.0f} tok/s. "
+            "Remembered.\n"
         )
 
 

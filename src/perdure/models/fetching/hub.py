@@ -378,9 +378,13 @@ def _plainly(source: HubSource) -> Iterator[None]:
 
 def _out_of_reach(source: HubSource, error: Exception) -> FetchError:
     return FetchError(
-        f"the hub could not be reached for {source}: {_first_line(error)}. {unreachable(error)}, or name "
-        "a mirror in HF_ENDPOINT"
+        f"the hub could not be reached for {source}: {_ERRNO.sub('', _first_line(error))}. "
+        f"{unreachable(error)}, or name a mirror in HF_ENDPOINT. Models that are here already: `perdure ls`"
     )
+
+
+_ERRNO = re.compile(r"^\[Errno -?\d+\] ")
+"""A number of the system's before its words."""
 
 
 def _first_line(error: BaseException) -> str:

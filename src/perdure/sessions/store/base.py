@@ -181,8 +181,9 @@ class SessionStore(Protocol):
         """Forget a session or a record, and the turns to which nothing else leads."""
         ...
 
-    def head(self, session: SessionInfo) -> int:
-        """The number of the turn at which that very session stands now, also if another process moved it."""
+    def head(self, session: SessionInfo) -> tuple[int, bool]:
+        """The number of the turn at which that very session stands now, also if another process moved it; and
+        whether it has a pending turn."""
         ...
 
     # Turns.

@@ -26,6 +26,7 @@ from perdure.sessions.store.sql.tables import (
     ADVICE,
     INSERT_SESSION,
     MEMORY,
+    PENDING_NUMBER,
     RECORD,
     SESSION,
     SESSION_COLUMNS,
@@ -51,6 +52,10 @@ if TYPE_CHECKING:
 
 _NAMESPACE, _HEAD, _UPDATED = map(SESSION_COLUMNS.index, ("namespace", "head", "updated"))
 _TABLES = {"session": SESSION, "record": RECORD}
+_STANDING = {
+    table: query.replace(" FROM ", f", {PENDING_NUMBER} FROM ", 1) for table, query in _TABLES.items()
+}
+"""And the number of a session's pending turn, or NULL."""
 _SEARCHED = 64
 """Sessions that a search reads at a time."""
 
@@ -144,6 +149,35 @@ class SqlStore:
         at = self._turns.check(head, digest) if head is not None else None
         for turn in turns:
             at = self._add_turn(namespace, at, turn)
+        self._insert(
+            namespace,
+            name,
+            at,
+            kind=kind,
+            settings=settings,
+            origin=origin,
+            created=created,
+            updated=updated,
+            bounded=bounded,
+        )
+        made = self._find(namespace, name, kind)
+        assert made is not None
+        return made
+
+    def _insert(
+        self,
+        namespace: str,
+        name: str,
+        at: TurnReference | None,
+        *,
+        kind: str,
+        settings: Mapping[str, Any] = MappingProxyType({}),
+        origin: Mapping[str, Any] = MappingProxyType({}),
+        created: float | None = None,
+        updated: float | None = None,
+        bounded: bool = True,
+    ) -> Sequence[Any]:
+        """A new row of a session or record, whose name is free; as it is read, without the turn's usage."""
         now, table = time.time(), table_of(kind)
         number = self._numbers.next("session")
         row: builtins.list[Value] = [
@@ -158,11 +192,10 @@ class SqlStore:
             now if updated is None else updated,
         ]
         place = (at.depth, at.digest) if at is not None else (None, None)
-        self._db.run(INSERT_SESSION.format(table), *row, row_checksum(*row, *place))
+        checksum = row_checksum(*row, *place)
+        self._db.run(INSERT_SESSION.format(table), *row, checksum)
         self._usage.add(namespace, table, number, bounded=bounded)
-        made = self._find(namespace, name, kind)
-        assert made is not None
-        return made
+        return [*row, *place, checksum, None]
 
     def find(self, namespace: str, name: str) -> SessionInfo:
         session = self._find(namespace, name, "session") or self._find(namespace, name, RESPONSE)
@@ -216,13 +249,15 @@ class SqlStore:
     def pend(self, session: SessionInfo, body: Mapping[str, Any] | None) -> Record | None:
         """Write down the turn that a session is asked, in the place of the one that was; None forgets it."""
         name = str(session.number)
+        # Before the transaction: one that is missed would be lost.
+        self._check.wait()
         with self._writing(session.namespace):
             self._fence(session)
-            self._standing(session)
-            self._settle(session)
+            self._settle(session, self._standing(session))
             if body is None:
                 return None
-            return self._create(session.namespace, name, (), kind=PENDING, origin=body, bounded=False)
+            row = self._insert(session.namespace, name, None, kind=PENDING, origin=body, bounded=False)
+            return proved_record(row)
 
     def pending(self, session: SessionInfo) -> Record | None:
         """The turn that was asked of a session and is no part of it yet."""
@@ -251,13 +286,13 @@ class SqlStore:
             at = self._turns.check(parent, turns[0].before)
             numbers: builtins.list[int] = []
             # First: what it says is part of the turn, and counts once.
-            self._settle(session, kept=True)
+            self._settle(session, row, kept=True)
             for turn in turns:
                 at = self._add_turn(session.namespace, at, turn)
                 numbers.append(at.head)
             self._move(row, at)
             if following is not None and follower is not None:
-                self._settle(follower, kept=True)
+                self._settle(follower, following, kept=True)
                 self._move(following, at)
             return numbers
 
@@ -270,7 +305,7 @@ class SqlStore:
             self._usage.remove(record.namespace, table, record.number)
             self._update(row, origin=json_text(dict(origin)))
             self._usage.add(record.namespace, table, record.number, bounded=bounded)
-            noted = proved_record(self._standing(record))
+            noted = proved_record(self._standing(record)[:-1])
             assert isinstance(noted, type(record))
             return noted
 
@@ -279,7 +314,7 @@ class SqlStore:
         with self._writing(session.namespace):
             self._fence(session)
             row = self._standing(session, expected)
-            self._settle(session)
+            self._settle(session, row)
             self._move(row, self._turns.check(head, digest))
 
     def delete(self, session: Record) -> None:
@@ -287,17 +322,20 @@ class SqlStore:
             self._fence(session)
             self._delete(session)
 
-    def head(self, session: SessionInfo) -> int:
-        """The number of the turn at which a session stands now, also if another process moved it."""
+    def head(self, session: SessionInfo) -> tuple[int, bool]:
+        """The number of the turn at which a session stands now, also if another process moved it; and whether
+        it has a pending turn."""
         rows = self._db.rows(
-            f"SELECT head FROM {table_of(session.kind)} WHERE number = ? AND namespace = ? AND name = ?",
+            f"SELECT s.head, {PENDING_NUMBER} FROM {table_of(session.kind)} s"
+            " WHERE s.number = ? AND s.namespace = ? AND s.name = ?",
             session.number,
             session.namespace,
             session.name,
         )
         if not rows:
             raise SessionNotFoundError(f"session {session.name!r} was deleted")
-        return int(rows[0][0])
+        head, pending = rows[0]
+        return int(head), pending is not None
 
     # Files.
 
@@ -516,42 +554,40 @@ class SqlStore:
         return record
 
     def _standing(self, session: Record, expected: int | None = None) -> Sequence[Any]:
-        """The row of that very session as it is now, proved."""
+        """The row of that very session as it is now, proved; and then the number of its pending turn."""
         rows = self._db.rows(
-            f"{_TABLES[table_of(session.kind)]} WHERE s.number = ? AND s.namespace = ? AND s.name = ?",
+            f"{_STANDING[table_of(session.kind)]} WHERE s.number = ? AND s.namespace = ? AND s.name = ?",
             session.number,
             session.namespace,
             session.name,
         )
         if not rows:
             raise SessionNotFoundError(f"session {session.name!r} was deleted")
-        check_session(rows[0], f": {ADVICE}")
+        check_session(rows[0][:-1], f": {ADVICE}")
         if expected is not None and rows[0][_HEAD] != expected:
             raise SessionError(f"session {session.name!r} was changed meanwhile: nothing was done")
         return rows[0]
 
     def _delete(self, session: Record) -> None:
         row, table = self._standing(session), table_of(session.kind)
-        self._settle(session)
+        self._settle(session, row)
         self._usage.remove(session.namespace, table, session.number)
         self._db.run(f"DELETE FROM {table} WHERE number = ?", session.number)
         if table == "record":
             self._turn_files.unpend(session.namespace, row[SESSION_COLUMNS.index("origin")])
         self._prune(session.namespace, row[_HEAD])
 
-    def _settle(self, session: Record, *, kept: bool = False) -> None:
-        """Forget the pending turn of a session, if it has one. Of one whose words are `kept` nothing has to
-        be erased."""
-        delete = self._db.replace if kept else self._db.run
-        rows = self._db.rows(
-            "SELECT number, origin FROM record WHERE namespace = ? AND kind = ? AND name = ?",
-            *(session.namespace, PENDING, str(session.number)),
-        )
-        for number, origin in rows:
+    def _settle(self, session: Record, row: Sequence[Any], *, kept: bool = False) -> None:
+        """Forget the pending turn of a session, if its row (`_standing`) names one. Of one whose words are
+        `kept` nothing has to be erased."""
+        if (number := row[-1]) is not None:
             self._usage.remove(session.namespace, "record", number)
-            delete("DELETE FROM record WHERE number = ?", number)
-            if not kept:
-                self._turn_files.unpend(session.namespace, origin)
+            if kept:
+                self._db.replace("DELETE FROM record WHERE number = ?", number)
+                return
+            [(origin,)] = self._db.rows("SELECT origin FROM record WHERE number = ?", number)
+            self._db.run("DELETE FROM record WHERE number = ?", number)
+            self._turn_files.unpend(session.namespace, origin)
 
     def _forget(self, namespace: str, memory: int) -> None:
         """Delete the memory of that number. What it led to may be pruned then."""

@@ -17,7 +17,7 @@ from perdure.checks import is_whole
 from perdure.errors import CorruptStateError, InvalidInputError, SessionNotFoundError
 from perdure.sessions.history import TurnPage, TurnReference
 from perdure.sessions.info import Record, SessionInfo, SessionMemory
-from perdure.sessions.store.base import RECORDS
+from perdure.sessions.store.base import PENDING, RECORDS
 from perdure.sessions.store.sql.database import Database, Dialect, Numbers
 from perdure.sessions.turn import FIRST, Turn, pack_tokens
 
@@ -72,6 +72,11 @@ _STANDING = (
 )
 SESSION, RECORD = _STANDING.format("session"), _STANDING.format("record")
 """A record has the columns of a session, and may stand at no turn."""
+PENDING_NUMBER = (
+    "(SELECT p.number FROM record p WHERE p.namespace = s.namespace"
+    f" AND p.kind = '{PENDING}' AND p.name = CAST(s.number AS TEXT))"
+)
+"""The number of the record of the pending turn of a session `s`."""
 INSERT_SESSION = (
     f"INSERT INTO {{}} ({', '.join(SESSION_COLUMNS)}, seal)"
     f" VALUES ({', '.join('?' * (len(SESSION_COLUMNS) + 1))})"
