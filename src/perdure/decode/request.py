@@ -325,6 +325,8 @@ class Usage:
     cached_tokens: int = 0
     reasoning_tokens: int = 0
     """Of the completion, before the answer."""
+    media_tokens: int = 0
+    """Of the prompt, those of images and sounds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

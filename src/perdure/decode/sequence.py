@@ -400,6 +400,7 @@ class TokenSequence:
                 prompt_tokens=self.prompt_length,
                 completion_tokens=self.written,
                 cached_tokens=self.report.reused,
+                media_tokens=sum(end - start for start, end in self.media),
             ),
             timings=Timings(
                 queued=started - self.submitted,

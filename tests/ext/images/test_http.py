@@ -74,6 +74,7 @@ def test_openai_sends_an_image_and_goes_on(seeing: LiveServer) -> None:
         first = ask(asked(FIRST))
         assert first.choices[0].message.content == expected(seeing, "see ", Image(FIRST), "what?")
         assert first.usage.prompt_tokens > 64
+        assert first.usage.prompt_tokens_details.image_tokens == 64
         assert ask(asked(SECOND)).choices[0].message.content != first.choices[0].message.content
         before = kept(seeing)
         answer = {"role": "assistant", "content": first.choices[0].message.content}

@@ -113,6 +113,8 @@ class ErrorAnswer(ResponseSchema):
 
 class PromptTokens(ResponseSchema):
     cached_tokens: int
+    image_tokens: int = 0
+    """Of images."""
 
 
 class CompletionTokens(ResponseSchema):
@@ -131,13 +133,14 @@ class UsageAnswer(ResponseSchema):
         """Of the samples of each prompt, which is counted once."""
         prompt = sum(samples[0].prompt_tokens for samples in prompts)
         cached = sum(samples[0].cached_tokens for samples in prompts)
+        media = sum(samples[0].media_tokens for samples in prompts)
         written = sum(usage.completion_tokens for samples in prompts for usage in samples)
         thought = sum(usage.reasoning_tokens for samples in prompts for usage in samples)
         return cls(
             prompt_tokens=prompt,
             completion_tokens=written,
             total_tokens=prompt + written,
-            prompt_tokens_details=PromptTokens(cached_tokens=cached),
+            prompt_tokens_details=PromptTokens(cached_tokens=cached, image_tokens=media),
             completion_tokens_details=CompletionTokens(reasoning_tokens=thought),
         )
 
