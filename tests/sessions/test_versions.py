@@ -19,7 +19,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import perdure
-from perdure.cli.app import app
+from perdure.cli.app import add_extensions, app
 from perdure.errors import (
     CorruptStateError,
     IncompatibleStateError,
@@ -77,6 +77,7 @@ def empty(version: int) -> str:
 
 
 def command(*arguments: object) -> Result:
+    add_extensions()
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
