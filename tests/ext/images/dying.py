@@ -21,14 +21,15 @@ from perdure.ext.images import encoder
 
 def main(model: str, store: str, file: str, where: str) -> None:
     if where == "encode":
-        usual = encoder.send
+        module: Any = encoder
+        usual = module.send
 
-        def send(pipe: Any, message: dict[str, Any], data: bytes = b"") -> None:
-            usual(pipe, message, data)
+        def send(pipe: Any, message: dict[str, Any], *parts: bytes) -> None:
+            usual(pipe, message, *parts)
             if "encode" in message:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        encoder.send = send
+        module.send = send
     elif int(where):
         calls = itertools.count(1)
 
