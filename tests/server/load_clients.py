@@ -1,7 +1,8 @@
 """Clients of the load test, in a process of their own.
 
 `python -m server.load_clients URL FIRST COUNT SECONDS KEYS`, in the folder tests. Clients have the
-keys in the file KEYS, one a line, in turn. Prints what was acknowledged to each, and what they met, as JSON.
+keys in the file KEYS, one a line, in turn. Says "ready" once all have a session, and at last prints what was
+acknowledged to each, and what they met, as JSON.
 """
 
 from __future__ import annotations
@@ -28,21 +29,30 @@ class Clients:
     def __init__(self, url: str, seconds: float, secrets: Sequence[str]) -> None:
         self._url = url
         self._secrets = secrets
-        self._ends = time.monotonic() + seconds
+        self._seconds = seconds
+        self._ends = 0.0
         self.acknowledged: dict[str, list[str]] = {}
         self.counts: Counter[str] = Counter()
 
     async def run(self, numbers: range) -> None:
+        await asyncio.gather(*(self._open(number) for number in numbers))
+        print("ready", flush=True)
+        self._ends = time.monotonic() + self._seconds
         await asyncio.gather(*(self._talk(number) for number in numbers))
+
+    def _client(self, number: int) -> httpx.AsyncClient:
+        headers = {"authorization": f"Bearer {self._secrets[number % len(self._secrets)]}"}
+        return httpx.AsyncClient(base_url=self._url, headers=headers, timeout=PATIENCE, trust_env=False)
+
+    async def _open(self, number: int) -> None:
+        async with self._client(number) as client:
+            answer = await client.post("/v1/sessions", json={"name": f"client-{number}"})
+            assert answer.status_code == 201, answer.text
 
     async def _talk(self, number: int) -> None:
         name = f"client-{number}"
         said = self.acknowledged[name] = []
-        headers = {"authorization": f"Bearer {self._secrets[number % len(self._secrets)]}"}
-        async with httpx.AsyncClient(
-            base_url=self._url, headers=headers, timeout=PATIENCE, trust_env=False
-        ) as client:
-            assert (await client.post("/v1/sessions", json={"name": name})).status_code == 201
+        async with self._client(number) as client:
             at = 0
             while time.monotonic() < self._ends:
                 at += 1

@@ -167,7 +167,6 @@ def test_many_clients_beside_unloads_searches_backups_exports_compactions_and_ki
         url = next(line for line in server.stdout if line.startswith("address")).split()[1]
         # The address is told before the server answers.
         assert httpx.get(f"{url}/health", timeout=PATIENCE, trust_env=False).status_code == 200
-        load = Load(url, psutil.Process(server.pid), operator)
         share = -(-CLIENTS // PROCESSES)
         clients = [
             subprocess.Popen(
@@ -179,6 +178,11 @@ def test_many_clients_beside_unloads_searches_backups_exports_compactions_and_ki
             for start in range(0, CLIENTS, share)
             for numbers in [(start, min(share, CLIENTS - start), SECONDS)]
         ]
+
+        for each in clients:
+            assert each.stdout is not None
+            assert each.stdout.readline() == "ready\n"
+        load = Load(url, psutil.Process(server.pid), operator)
 
         def back_up_once() -> None:
             back_up(session_folder(store), tmp_path / "backup")

@@ -78,6 +78,7 @@ def empty(version: int) -> str:
 
 
 def command(*arguments: object) -> Result:
+    add_extensions()
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
