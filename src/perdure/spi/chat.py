@@ -33,6 +33,7 @@ from perdure.chat.prompt_builder import ImageFiles, reasoning_markers, with_reas
 from perdure.chat.prompt_rules import PromptRule, RuledPrompt
 from perdure.chat.reply import ChatReply
 from perdure.chat.template.capabilities import capabilities
+from perdure.chat.template.rewriting import MessageRewriter
 from perdure.chat.template.template import UNGUARDED, Guard, Template
 from perdure.chat.transcript import ChatTokenizer, Transcript, shared_length
 
@@ -69,6 +70,7 @@ __all__ = [
     "Malformed",
     "Markers",
     "MessageNormaliser",
+    "MessageRewriter",
     "PastConversation",
     "PromptRule",
     "RuledPrompt",

@@ -19,7 +19,7 @@ from datetime import datetime
 from typing import Any
 
 from perdure import Message, Template, Tool
-from perdure.spi.chat import CallWriter, ChatReply, MessageNormaliser, capabilities
+from perdure.spi.chat import CallWriter, ChatReply, MessageNormaliser, MessageRewriter, capabilities
 
 _WORD = re.compile(r"[^\W_]+")
 _COUNTED = re.compile(r"\d{1,4}")
@@ -39,7 +39,7 @@ class Provenance:
     def __init__(self, template: Template, writer: CallWriter) -> None:
         """`writer` writes the calls of prompts."""
         self._own: dict[str, str] = {}
-        for each in (MessageNormaliser, capabilities, ChatReply, type(writer)):
+        for each in (MessageNormaliser, MessageRewriter, capabilities, ChatReply, type(writer)):
             module = inspect.getmodule(each)
             assert module is not None
             self._own |= dict.fromkeys(_words(inspect.getsource(module)), module.__name__.rpartition(".")[2])
