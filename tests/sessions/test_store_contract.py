@@ -247,6 +247,7 @@ OURS = {
     ("register", "id"),
     ("counter", "name"),
     ("counter", "seal"),
+    ("file", "checksum"),
     ("usage", "namespace"),
 }
 """Columns of texts and bytes of whose length no client has a say."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import base64
 import os
 import signal
+import sqlite3
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,20 @@ def encoded(store: Path) -> dict[Path, int]:
 
 
 def wait_for_disk(store: Path, tokens: int) -> None:
-    """Until that much state is written, which is done when the engine is idle."""
+    """Until that much state is written and listed, which is done when the engine is idle."""
     ends = time.monotonic() + PATIENCE
-    while 64 * sum(path.is_file() for path in store.rglob("blocks/??/*")) < tokens:
+    while 64 * sum(map(listed, store.rglob("index.sqlite"))) < tokens:
         assert time.monotonic() < ends
         time.sleep(0.05)
+
+
+def listed(index: Path) -> int:
+    """The blocks that a process finds after this one was killed."""
+    with closing(sqlite3.connect(f"file:{index}?mode=ro", uri=True)) as database:
+        try:
+            return int(database.execute("SELECT count(*) FROM block").fetchone()[0])
+        except sqlite3.OperationalError:
+            return 0
 
 
 def by_openai(running: Running, first: bool) -> tuple[str, int, int]:
