@@ -28,9 +28,13 @@ if not TYPE_CHECKING:
         return _modules
 
     def _is_here(module):
-        """Whether a module can be found: that of an extension may not be."""
+        """Whether a module can be found: that of an extension may not be, or lack what it needs."""
         from importlib.util import find_spec
 
+        if module.startswith("perdure.ext."):
+            from perdure.extension import extensions
+
+            return module.split(".")[2] in extensions()
         try:
             return find_spec(module) is not None
         except ModuleNotFoundError:

@@ -890,7 +890,8 @@ def test_c12_what_was_being_answered_at_a_kill_is_offered_again(
     assert turn["finish_reason"] == "length"
     written = turn["usage"]["completion_tokens"]
     if answer == "c":
-        assert turn["reply"]["content"].startswith(part)
+        # The part may end within a character.
+        assert turn["reply"]["content"].startswith(part.rstrip("\ufffd"))
         assert written == 2500
     else:
         assert written < 2500

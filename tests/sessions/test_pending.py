@@ -359,3 +359,11 @@ def test_a_fold_that_makes_room_is_part_of_what_is_pending(tmp_path: Path) -> No
         assert pending(session).tokens
         assert session.resume().text == want
         assert [turn.kind for turn in session.history()][-2:] == ["fold", "turn"]
+
+
+def test_c8_what_was_written_so_far_shows_no_control_token() -> None:
+    with opened(None) as rt:
+        model, chat_format = rt.model, rt.chat_format
+        [control, *_] = sorted(chat_format.tokenizer.control.keys() - chat_format._visible_tokens)
+        words = model.tokenize("one two")
+        assert chat_format.part([*words, control, *words]).content == chat_format.part([*words, *words]).content

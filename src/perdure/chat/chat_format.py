@@ -308,8 +308,11 @@ class ChatFormat:
         return exchanges
 
     def part(self, tokens: Sequence[int]) -> Message:
-        """The beginning of a reply as a message to show: calls stand in it as text."""
-        text, markers = self.tokenizer.decode(tokens).text, self.family.reasoning
+        """The beginning of a reply as a message to show: calls stand in it as text, and control tokens that
+        mean nothing to the family not at all, as in the reply itself."""
+        control, visible = self.tokenizer.control, self._visible_tokens
+        text = self.tokenizer.decode([each for each in tokens if each not in control or each in visible]).text
+        markers = self.family.reasoning
         message = Message(role="assistant", content=text)
         if markers is None:
             return message

@@ -293,7 +293,7 @@ def search(
     store: StoreFolder = None,
     as_json: Json = False,
 ) -> None:
-    """List the sessions with a text in names, titles or what was said."""
+    """List sessions with a text in names, titles or messages."""
     ls(everyone=False, text=text, limit=limit, after=after, namespace=namespace, store=store, as_json=as_json)
 
 
@@ -352,7 +352,7 @@ def sleep(
     store: StoreFolder = None,
     as_json: Json = False,
 ) -> None:
-    """Write the state of a session to disk, so that it continues fast. What is missing is computed first."""
+    """Write a session's state to disk, so that it continues fast. What is missing is computed first."""
     with awake(store, model, name, namespace) as (runtime, session):
         computed = session.plan_wake().computed
         if computed > 1:
@@ -380,7 +380,7 @@ def wake(
     store: StoreFolder = None,
     as_json: Json = False,
 ) -> None:
-    """Load the state of a session once, and say how long that took.
+    """Load a session's state once, and say how long that took.
 
     Its turns are checked first. It also says what came from where.
     """

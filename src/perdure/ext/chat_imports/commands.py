@@ -18,7 +18,7 @@ def import_chats(
     store: StoreFolder = None,
     as_json: Json = False,
 ) -> None:
-    """Make sessions of chats that ChatGPT, Claude or Open WebUI exported.
+    """Import chats that ChatGPT, Claude or Open WebUI exported.
 
     Branches become branches, and files with text stay in their messages; pictures are not in such exports. A
     chat that came before is not imported again.
