@@ -366,4 +366,5 @@ def test_c8_what_was_written_so_far_shows_no_control_token() -> None:
         model, chat_format = rt.model, rt.chat_format
         [control, *_] = sorted(chat_format.tokenizer.control.keys() - chat_format._visible_tokens)
         words = model.tokenize("one two")
-        assert chat_format.part([*words, control, *words]).content == chat_format.part([*words, *words]).content
+        shown = chat_format.part([*words, control, *words])
+        assert shown.content == chat_format.part([*words, *words]).content

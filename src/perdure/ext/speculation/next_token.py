@@ -380,6 +380,10 @@ class NextTokenCore:
     def oldest(self, seq: int) -> int:
         return self.model.oldest(seq)
 
+    @property
+    def two_dimensions(self) -> bool:
+        return self.model.two_dimensions
+
     def can_shift(self) -> bool:
         return self.model.can_shift()
 
