@@ -71,6 +71,9 @@ def one_request(request: Request, schema: Any = None) -> StreamPlan[Delta, Reply
     return replies if schema is None else [replace(reply, schema=schema) for reply in replies]
 
 
+LOST_TASK = "its task was cancelled"
+
+
 class Stream(Generic[D, R]):
     """A reply being made: iterate it for deltas, ask it for the reply, cancel or stop it.
 
@@ -292,7 +295,7 @@ class Stream(Generic[D, R]):
         try:
             yield
         except asyncio.CancelledError:
-            self.interrupt("its task was cancelled")
+            self.interrupt(LOST_TASK)
             raise
 
     # From one request to the next, and to the end.
@@ -405,7 +408,9 @@ async def submitted(submit: Callable[[], C]) -> C:
 
 def _cancel_result(queued: asyncio.Future[Any]) -> None:
     if queued.exception() is None:
-        queued.result().cancel()
+        result = queued.result()
+        # A turn of a session can be resumed, whenever its task was lost.
+        result.interrupt(LOST_TASK) if isinstance(result, Stream) else result.cancel()
 
 
 def result_of(answer: Future[T]) -> T:
