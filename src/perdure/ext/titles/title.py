@@ -40,9 +40,8 @@ def ask_for_title(session: Session) -> TurnStream | None:
     plan = session.plan_wake()
     if plan.computed > _ROOM or set(plan.tiers) - {"slot"}:
         return None
-    settings: dict[str, Any] = {
-        name: value for name, value in session.history()[-1].settings.items() if name in _SAME
-    }
+    last = session.history(after=session.turns - 1)[-1]
+    settings: dict[str, Any] = {name: value for name, value in last.settings.items() if name in _SAME}
     return session.submit_unkept(
         REQUEST,
         idle=True,
