@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path, PurePosixPath
 
 from perdure import system
+from perdure.system import processes
 
 NAME = "llama-cpp-python"
 SOURCE = f"{NAME}==0.3.36"
@@ -125,7 +126,7 @@ def _install(built: Path, source: Path, target: Path) -> None:
 
 
 def _pip(*arguments: str) -> None:
-    subprocess.run(system.isolated_python("-m", "pip", *arguments), check=True)
+    subprocess.run(processes.isolated_python("-m", "pip", *arguments), check=True)
 
 
 if __name__ == "__main__":

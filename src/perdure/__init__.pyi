@@ -10,13 +10,12 @@ from perdure.decode.request import Delta, KeptPrefix, Plan, Reply, ReuseReport, 
 from perdure.decode.sampling.grammar import Grammar
 from perdure.decode.stream import Stream
 from perdure.engine.context import Context, Feed
-from perdure.engine.contract import Capabilities
+from perdure.engine.contract import Candidate, Capabilities
 from perdure.engine.embedder import Embedder, Pooling
 from perdure.engine.inspection import KeyValues, StepLogits, Trace
 from perdure.engine.llama.model import Model
 from perdure.engine.logits import LogitsView
 from perdure.engine.state import Checkpoint
-from perdure.engine.step import Candidate
 from perdure.errors import (
     AmbiguousError,
     BusyError,

@@ -20,9 +20,9 @@ from inside import weights_of
 from perdure import Model, Sampling
 from perdure.decode.sampling.sampler import CompiledChain, Sampler, draw, draw_together, weights
 from perdure.decode.sampling.stage import BreakerTable, masked, top
+from perdure.engine.contract import Step
 from perdure.engine.logits import LogitsView
 from perdure.engine.row_kernels import NothingToDraw
-from perdure.engine.step import Step
 from perdure.errors import EngineError
 
 Row = NDArray[np.float32]

@@ -21,12 +21,13 @@ from perdure.backend import LocalBackend
 from perdure.config import settings
 from perdure.engine.llama import first_steps
 from perdure.engine.llama.first_steps import StepTime, _all_on_gpu, translate
-from perdure.engine.llama.layer_plan import plan_again, plan_offload
+from perdure.engine.llama.layer_plan import plan_again, plan_offload, spare_sequences
 from perdure.engine.llama.model import _params
 from perdure.engine.llama.native import library
 from perdure.engine.llama.native.library import Device, list_devices
-from perdure.engine.llama.offload import Offload, check_split, choose_devices, spare_sequences
-from perdure.models.placement import MARGIN, ModelPlacement, Sizes
+from perdure.engine.llama.offload import Offload, check_split, choose_devices
+from perdure.models.placement import ModelPlacement, Sizes
+from perdure.models.ways_to_open import MARGIN
 
 GIB = 1 << 30
 SIZES = Sizes(

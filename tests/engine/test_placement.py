@@ -14,8 +14,8 @@ import perdure
 import zoo
 from perdure import InvalidInputError, Model, OutOfMemoryError, models, system
 from perdure.engine_config import ContextConfig, EngineConfig, KvType
-from perdure.models.placement import ModelPlacement, Room, Sizes, judge, rearranged_types
-from perdure.models.ways_to_open import memory_needed
+from perdure.models.placement import ModelPlacement, Sizes, judge, rearranged_types
+from perdure.models.ways_to_open import Room, memory_needed
 
 GIB = 1 << 30
 DENSE = Sizes(

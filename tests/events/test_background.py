@@ -45,10 +45,11 @@ from perdure.server.core.keys import Keys, KeyUsage, new_key
 from perdure.server.core.metrics import DailyReports, RecentRequest
 from perdure.server.http_server import LoopWatch
 from perdure.server.pool import ModelPool
-from perdure.sessions import pending_record
-from perdure.sessions.pending_record import PendingTurns
+from perdure.sessions import pending_turn
+from perdure.sessions.pending_turn import PendingTurns
 from perdure.store.index import Index, TableCheck
 from perdure.store.owner import StoreOwner
+from perdure.system import processes
 from perdure.testing.toy import Faults, ToyModel
 from perdure.worker import guest
 from perdure.worker.child import Child
@@ -351,7 +352,7 @@ def test_the_keys_of_a_database(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_listener_of_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     address = str(tmp_path / "socket")
     planted = Once(lambda end: False)
-    monkeypatch.setattr(system, "is_own_peer", planted)
+    monkeypatch.setattr(processes, "is_own_peer", planted)
     holder = StoreOwner(pid=os.getpid(), command="test", since=0.0, socket=address)
     with open_toy(slots=1) as rt, closing(Listener(holder, rt.backend, {})):
         for _ in range(2):
@@ -475,7 +476,7 @@ def test_the_usage_of_keys_is_written_after_the_next_request(
 
 def test_what_is_written_behind_a_reply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planted = Once()
-    monkeypatch.setattr(pending_record, "_SECONDS", 0.001)
+    monkeypatch.setattr(pending_turn, "_SECONDS", 0.001)
     monkeypatch.setattr(PendingTurns, "_look", lambda *_, **__: planted())
     with perdure.open(ToyModel(faults=Faults(pace=0.01)), store=tmp_path, n_ctx=512, slots=1) as rt:
         stream = rt.session("s").submit("Hello", max_tokens=400, ignore_eos=True)

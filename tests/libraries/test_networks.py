@@ -51,7 +51,7 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("PERDURE_LLAMA", raising=False)
     monkeypatch.delenv("NODE_EXTRA_CA_CERTS", raising=False)
     monkeypatch.setattr(packages, "PACKAGES", (PACKAGE,))
-    monkeypatch.setattr("perdure.system.pip_config_files", lambda: ([], [home / "pip.conf"]))
+    monkeypatch.setattr("perdure.system.processes.pip_config_files", lambda: ([], [home / "pip.conf"]))
     return home
 
 

@@ -15,7 +15,7 @@ import gguf_bytes as g
 import zoo
 from perdure.memory import FullAttention, Hybrid, MemorySpec, Recurrent, SlidingWindow
 from perdure.models import Card, read_card
-from perdure.models.card import HYBRID, RECURRENT, SLIDING
+from perdure.models.placement import HYBRID, RECURRENT, SLIDING
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import gguf_bytes as g
 from perdure import models
 from perdure.errors import ModelFileError, ModelNotFoundError
 from perdure.models import read_card, read_parts
-from perdure.models.card import part_names
+from perdure.models.parts import part_names
 
 
 def part(number: int, count: int, tensors: int = 3) -> bytes:

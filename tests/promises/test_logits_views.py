@@ -34,8 +34,7 @@ from perdure import (
     StaleViewError,
     TokenError,
 )
-from perdure.engine.contract import Batch, Outcome
-from perdure.engine.step import Step
+from perdure.engine.contract import Batch, Outcome, Step
 from promises.kinds import FULL, Kind, prompt
 from zoo import folders
 

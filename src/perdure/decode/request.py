@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from perdure.checks import is_number, is_whole
 from perdure.engine.adapters import absolute_scales
-from perdure.engine.contract import Tokenizer
-from perdure.engine.step import Candidate
+from perdure.engine.contract import Candidate, Tokenizer
 from perdure.errors import ContextOverflow, GrammarError, InvalidInputError, TokenError
 from perdure.options import check_options, unknown_options
 from perdure.request_options import Priority, RequestOptions, Sampling

@@ -31,10 +31,9 @@ from perdure.decode.sampling.stage import BreakerTable, Candidates
 from perdure.decode.stops import RepetitionGuard, TextStream
 from perdure.engine.adapters import AdapterSet, AdapterTable
 from perdure.engine.context import Context
-from perdure.engine.contract import Floats, token_array
+from perdure.engine.contract import Candidate, Floats, Step, token_array
 from perdure.engine.model import EngineModel
 from perdure.engine.row_kernels import NothingToDraw
-from perdure.engine.step import Candidate, Step
 from perdure.errors import ContextOverflow, GrammarError, InvalidInputError
 
 if TYPE_CHECKING:

@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.checks import check_whole
-from perdure.engine.contract import Floats
+from perdure.engine.contract import Floats, Step
 from perdure.engine.logits import LogitsView
-from perdure.engine.step import Step
 from perdure.errors import InvalidInputError
 from perdure.extension import part
 

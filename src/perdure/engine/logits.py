@@ -16,9 +16,8 @@ from typing import Any, TypeVar, overload
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-from perdure.engine.contract import Floats, token_array
+from perdure.engine.contract import Candidate, Floats, Step, log_norm, token_array
 from perdure.engine.row_kernels import top_k
-from perdure.engine.step import Candidate, Step, log_norm
 from perdure.errors import InvalidInputError, PinnedError, StaleViewError
 
 T = TypeVar("T")

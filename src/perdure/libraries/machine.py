@@ -27,6 +27,7 @@ from perdure.events.background import BackgroundTimer
 from perdure.libraries import runtime
 from perdure.libraries.package import PACKAGES, SYSTEMS, CudaContents, Package, check_system
 from perdure.libraries.runtime import RUNTIMES
+from perdure.system import processes
 
 HIDING = ("CUDA_VISIBLE_DEVICES", "GGML_VK_VISIBLE_DEVICES")
 """Variables that hide cards from a library."""
@@ -187,7 +188,7 @@ def _ask(*libraries: str) -> dict[str, object]:
     answers: dict[str, object] = {}
     reader = Path(__file__).with_name("gpu_reader.py")
     with suppress(OSError, TooLargeError):
-        for line in _output(system.isolated_python(str(reader), *libraries)).splitlines():
+        for line in _output(processes.isolated_python(str(reader), *libraries)).splitlines():
             # A driver may print lines, too.
             with suppress(ValueError):
                 answers |= json.loads(line)

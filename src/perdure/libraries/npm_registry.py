@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote, urlsplit
 
-from perdure import system
 from perdure.atomic import read_text
 from perdure.errors import FetchError, LibraryFetchError
 from perdure.libraries.package import WAYS, Package
 from perdure.models.fetching.download import Remote, download, read_page, trust, web
 from perdure.models.registry import Progress
+from perdure.system import processes
 
 if TYPE_CHECKING:
     import httpx
@@ -91,7 +91,7 @@ class NpmSettings:
 def npm_settings() -> NpmSettings:
     """npm's settings: those of all users, those of this one, and the environment, which counts most."""
     own = dict(_of_environment())
-    prefix = Path(own.get("prefix") or system.npm_prefix())
+    prefix = Path(own.get("prefix") or processes.npm_prefix())
     values: dict[str, str] = {}
     for file in (own.get("globalconfig") or prefix / "etc" / "npmrc", own.get("userconfig") or "~/.npmrc"):
         path = Path(file).expanduser()

@@ -6,7 +6,8 @@ adapter_file  LoRAs and control vectors as GGUF, judged before the engine sees t
 card          what a model is, in figures
 catalogue     current open models by their short names, and which of them fit here
 other_programs  models that Ollama and LM Studio have on this machine
-placement     how many bytes of a model lie where
+parts         models in several files
+placement     facts of a header, and how many bytes of a model lie where
 registry      where models come from, by name
 names         names of hubs, addresses, other programs and the catalogue
 ways_to_open  which layers, experts and caches of a model go where
@@ -22,11 +23,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from perdure.models.card import Card, TypeShare, card_of, read_card, read_parts
+    from perdure.models.card import Card, TypeShare, card_of, read_card
     from perdure.models.header import Header, Strings, Tensor, read_header
     from perdure.models.inventory import LocalModel, entries, remove
     from perdure.models.local_models import is_here, path, pull, resolve
     from perdure.models.names import names_model
+    from perdure.models.parts import read_parts
     from perdure.models.registry import FileSource, HubSource, Progress, Source, UrlSource, WheelSource
 
 __all__ = [
@@ -56,11 +58,12 @@ __all__ = [
 ]
 
 _MODULES = {
-    "card": ("Card", "TypeShare", "card_of", "read_card", "read_parts"),
+    "card": ("Card", "TypeShare", "card_of", "read_card"),
     "header": ("Header", "Strings", "Tensor", "read_header"),
     "inventory": ("LocalModel", "entries", "remove"),
     "local_models": ("is_here", "path", "pull", "resolve"),
     "names": ("names_model",),
+    "parts": ("read_parts",),
 }
 
 

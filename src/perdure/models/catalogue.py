@@ -135,6 +135,6 @@ def _by_name() -> dict[str, CatalogueModel]:
 
 @functools.cache
 def _by_file() -> dict[str, tuple[str, ...]]:
-    from perdure.models.card import part_names
+    from perdure.models.parts import part_names
 
     return {part: model.names for model in catalogue() for part in part_names(model.file)}

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from perdure.config import settings
 from perdure.errors import ModelNotFoundError
-from perdure.models.card import is_projector, part_names
 from perdure.models.fetching.web_files import url_folder
 from perdure.models.local_models import locate, resolve
+from perdure.models.parts import is_projector, part_names
 from perdure.models.registry import ALIASES, MODELS, FileSource, HubSource, WheelSource
 
 

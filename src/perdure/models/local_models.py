@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from perdure.config import settings
-from perdure.models.card import read_parts
+from perdure.models.parts import read_parts
 from perdure.models.registry import (
     ALIASES,
     DEFAULT,

@@ -86,7 +86,7 @@ def _ollama_models() -> Iterator[OtherModel]:
 
 
 def _lm_studio_models() -> Iterator[OtherModel]:
-    from perdure.models.card import is_projector, part_names
+    from perdure.models.parts import is_projector, part_names
 
     for folder in settings().lm_studio_models:
         for file in _files(folder, "*.gguf"):

@@ -19,10 +19,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypedDict
 
+import numpy as np
+
 from perdure import system
+from perdure.checks import is_whole
 from perdure.engine_config import CACHE_BITS, F16, N_BATCH, N_CTX, KvType
-from perdure.models.card import Facts, card_of
-from perdure.models.header import Header
+from perdure.memory import FullAttention, Hybrid, MemorySpec, Recurrent, SlidingWindow
+from perdure.models.header import Header, Strings
 
 FitLevel: TypeAlias = Literal["fits", "tight", "not"]
 
@@ -30,16 +33,11 @@ ROWS = 64
 """Rows of logits a step can give: the engine reserves memory for as many."""
 SPARE = 0.1
 """Of what is free, this share is left to others; a model that needs some of it is `tight`."""
-MARGIN = 256 << 20
-"""Bytes of a device that its driver and the engine's own tables take."""
 LEAST_CONTEXT = 4096
 """Tokens of a request that are chosen, at least, where the model was trained for as many."""
 SLOT_CHOICES = (4, 2, 1)
 """Requests at once: as many of these as fit."""
-_CACHE_SHARE = 0.5
-"""Of the machine's free memory, for a K/V cache whose size nobody chose: to go through more at every token
-would take longer than anybody waits."""
-_PAD = 256
+CELLS = 256
 """A sequence's cells come in multiples of this."""
 _READ_UP_TO = 512 << 20
 """Bytes of weights that are read. In large pages a step takes 1 to 2% less time than over the pages of a
@@ -74,6 +72,170 @@ def rearranged_types(flags: frozenset[str]) -> frozenset[str]:
 @functools.cache
 def _rearranged_here() -> frozenset[str]:
     return rearranged_types(system.cpu_flags())
+
+
+# What the header says.
+
+# The engine's own lists (llm_arch_is_recurrent, llm_arch_is_hybrid, and the architectures that
+# turn their window on), by the names that files carry.
+RECURRENT = frozenset({"mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"})
+HYBRID = frozenset(
+    {
+        "bailingmoe3",
+        "deepseek4",
+        "falcon-h1",
+        "glm5-next",
+        "granitehybrid",
+        "jamba",
+        "kimi-k3",
+        "kimi-linear",
+        "lfm2",
+        "lfm2moe",
+        "minimax-01",
+        "nemotron_h",
+        "nemotron_h_moe",
+        "plamo2",
+        "qwen35",
+        "qwen35moe",
+        "qwen3next",
+        "qwen4exp",
+    }
+)
+# A window in the metadata means nothing elsewhere: the engine reads it for phi3 and llama, say,
+# and attends to everything. The number is the window where the metadata names none.
+SLIDING: dict[str, int] = {
+    "afmoe": 0,
+    "cohere2": 0,
+    "cohere2moe": 0,
+    "dflash": 0,
+    "dots3note": 0,
+    "exaone-moe": 128,
+    "exaone4": 0,
+    "gemma-embedding": 0,
+    "gemma2": 4096,
+    "gemma3": 0,
+    "gemma3n": 0,
+    "gemma4": 0,
+    "gemma4-assistant": 0,
+    "gpt-oss": 0,
+    "granite_swa": 0,
+    "laguna": 0,
+    "llama4": 8192,
+    "maple": 0,
+    "mellum": 0,
+    "mimo2": 0,
+    "modern-bert": 0,
+    "muse-glimmer": 0,
+    "olmo2": 0,
+    "plamo3": 0,
+    "smallthinker": 0,
+    "spark2_5": 0,
+    "step35": 0,
+}
+# Hybrids whose attention layers are every n-th one, where the metadata does not say.
+_ATTENTION_INTERVAL = {"qwen3next": 4, "qwen35": 4, "qwen35moe": 4, "qwen4exp": 4}
+ASSISTANTS = {"gemma4-assistant": "gemma4"}
+"""Drafters that read hidden states, keys and values of another model, and the architecture of that one."""
+# Architectures whose later layers read the cells of the first ones.
+_LAYERS_WITH_CELLS = {"gemma3n": 20}
+_BYTES_F16 = 2
+
+
+class Facts:
+    """The metadata of one architecture; its keys without the architecture in front."""
+
+    def __init__(self, header: Header, architecture: str) -> None:
+        self._header = header
+        self._architecture = architecture
+
+    def integer(self, key: str) -> int | None:
+        return self._header.integer(f"{self._architecture}.{key}")
+
+    def per_layer(self, key: str, layers: int) -> list[int] | None:
+        """A value that files give once for all layers, or as an array with one for each."""
+        value = self._header.metadata.get(f"{self._architecture}.{key}")
+        if is_whole(value):
+            return [value] * layers
+        if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and len(value) >= layers:
+            return [int(v) for v in value[:layers]]
+        return None
+
+    def largest(self, key: str) -> int | None:
+        value = self._header.metadata.get(f"{self._architecture}.{key}")
+        if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and len(value):
+            return int(value.max())
+        return self.integer(key)
+
+    def vocabulary(self) -> int | None:
+        tokens = self._header.metadata.get("tokenizer.ggml.tokens")
+        return len(tokens) if isinstance(tokens, Strings) else self.integer("vocab_size")
+
+    def memory(self) -> tuple[type[MemorySpec], int | None]:
+        window = self.largest("attention.sliding_window")
+        if self._architecture in RECURRENT:
+            return Recurrent, None
+        if self._architecture in HYBRID:
+            return Hybrid, window or None
+        if self._architecture in SLIDING:
+            effective = SLIDING[self._architecture] if window is None else window
+            if effective > 0:
+                return SlidingWindow, effective
+        return FullAttention, None
+
+    def kv_bytes_per_token(self, memory: type[MemorySpec]) -> int | None:
+        if not memory.has_rows:
+            return 0
+        layers = self.integer("block_count")
+        if layers is None or not 0 <= layers <= len(self._header.tensors) or self.key_length() is None:
+            return None
+        return _BYTES_F16 * sum(k + v for k, v in self.cache_widths(layers))
+
+    def cache_widths(self, layers: int) -> list[tuple[int, int]]:
+        """Values of K and of V that a token adds to each layer; nothing where the file does not say."""
+        kv_heads = self.per_layer("attention.head_count_kv", layers)
+        kv_heads = kv_heads or self.per_layer("attention.head_count", layers)
+        key = self.key_length()
+        if kv_heads is None or key is None:
+            return [(0, 0)] * layers
+        value = self.integer("attention.value_length") or self._head_length() or 0
+        if self.integer("attention.key_length_mla"):
+            # The latent of each token is kept once, and its values are a part of the keys.
+            value = 0
+        return [(count * key, count * value) for count in self._attending(kv_heads)]
+
+    def key_length(self) -> int | None:
+        """Values of a key of one head."""
+        if (head := self._head_length()) is None:
+            return None
+        return self.integer("attention.key_length") or head
+
+    def state_bytes(self) -> int:
+        """Bytes of the state that a sequence has in a recurrent layer."""
+        inner, state = self.integer("ssm.inner_size") or 0, self.integer("ssm.state_size") or 0
+        width = self.integer("embedding_length") or 0
+        if inner:
+            taps = max(0, (self.integer("ssm.conv_kernel") or 1) - 1)
+            groups = self.integer("ssm.group_count") or 0
+            return 4 * (taps * (inner + 2 * groups * state) + inner * state)
+        if head := self.integer("wkv.head_size"):
+            return 4 * width * (2 + head)
+        return 4 * width * max(0, (self.integer("shortconv.l_cache") or 1) - 1)
+
+    def _head_length(self) -> int | None:
+        most, width = self.largest("attention.head_count"), self.integer("embedding_length")
+        return width // most if most and width is not None else None
+
+    def _attending(self, kv_heads: list[int]) -> list[int]:
+        """The K/V heads of each layer that stores K/V cells; 0 for the others."""
+        every = self.integer("full_attention_interval") or _ATTENTION_INTERVAL.get(self._architecture)
+        if every:
+            return [count if (layer + 1) % every == 0 else 0 for layer, count in enumerate(kv_heads)]
+        shared = self.integer("attention.shared_kv_layers") or 0
+        layers_with_cells = max(0, _LAYERS_WITH_CELLS.get(self._architecture, len(kv_heads) - shared))
+        return [count if layer < layers_with_cells else 0 for layer, count in enumerate(kv_heads)]
+
+
+# Where its bytes go.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,10 +351,11 @@ class Sizes:
     @classmethod
     def of(cls, headers: Sequence[Header]) -> Sizes:
         """From the headers of a model's files."""
-        card = card_of(headers)
-        facts = Facts(headers[0], card.architecture or "")
+        facts = Facts(headers[0], headers[0].text("general.architecture") or "")
+        memory, window = facts.memory()
+        heads, width = facts.largest("attention.head_count") or 0, facts.integer("embedding_length") or 0
         tensors = [tensor for header in headers for tensor in header.tensors]
-        count = card.layers or 0
+        count = facts.integer("block_count") or 0
         if not 0 <= count <= len(tensors):
             count = 0
         tied = not any(tensor.name == "output.weight" for tensor in tensors)
@@ -206,19 +369,19 @@ class Sizes:
             **_GGUF.weigh(((tensor.name, tensor.size) for tensor in tensors), count),
             tied=tied,
             copied=sum(each.size for each in tables if is_copied and each.type.name in _rearranged_here()),
-            cache=tuple(facts.cache_widths(count) if card.memory.has_rows else [(0, 0)] * count),
+            cache=tuple(facts.cache_widths(count) if memory.has_rows else [(0, 0)] * count),
             states=tuple(state if layer in recurrent else 0 for layer in range(count)),
-            masks=2 if card.window else 1,
-            width=card.embedding_length or 0,
-            query=(card.heads or 0) * (facts.key_length() or 0),
-            latent=(card.heads or 0) * (facts.integer("attention.value_length") or 0) if mla else 0,
-            recurrent=(facts.integer("ssm.inner_size") or card.embedding_length or 0) if recurrent else 0,
-            heads=card.heads or 0,
+            masks=2 if window else 1,
+            width=width,
+            query=heads * (facts.key_length() or 0),
+            latent=heads * (facts.integer("attention.value_length") or 0) if mla else 0,
+            recurrent=(facts.integer("ssm.inner_size") or width) if recurrent else 0,
+            heads=heads,
             inner=inner,
             experts_used=facts.integer("expert_used_count") or 0,
             expert_inner=facts.integer("expert_feed_forward_length") or inner,
-            vocabulary=card.vocabulary or 0,
-            trained=card.context_length or 0,
+            vocabulary=facts.vocabulary() or 0,
+            trained=facts.integer("context_length") or 0,
         )
 
     @property
@@ -323,58 +486,4 @@ class Sizes:
 
 
 def _padded(n_ctx: int) -> int:
-    return -(-n_ctx // _PAD) * _PAD
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
-    """Bytes that are free: in the machine's own memory, and on the devices that layers go to."""
-
-    machine: int
-    device: int = 0
-    """Of all devices together."""
-    devices: int = 1
-
-    def device_bytes(self, sizes: Sizes, placement: ModelPlacement) -> int:
-        """What the devices need in all: buffers of a step, and what the driver takes, on each of them."""
-        need = sizes.device(placement)
-        if not need.total:
-            return 0
-        return need.total + (self.devices - 1) * need.compute + self.devices * MARGIN
-
-    def holds(self, sizes: Sizes, placement: ModelPlacement) -> bool:
-        if self.device_bytes(sizes, placement) > self.device:
-            return False
-        return sizes.machine(placement).total <= self.machine
-
-    def most_layers(self, sizes: Sizes, placement: ModelPlacement) -> ModelPlacement:
-        """With the most layers that fit on the devices."""
-        fewer = (dataclasses.replace(placement, gpu_layers=n) for n in range(sizes.all_layers, 0, -1))
-        none = dataclasses.replace(placement, gpu_layers=0)
-        return next((each for each in fewer if self.device_bytes(sizes, each) <= self.device), none)
-
-    def fewest_cpu_experts(self, sizes: Sizes, placement: ModelPlacement) -> ModelPlacement | None:
-        """With the experts of the fewest layers in the machine's memory so that the rest fits on the devices;
-        None where that is not enough."""
-        more = (dataclasses.replace(placement, cpu_experts=n) for n in range(len(sizes.experts) + 1))
-        return next((each for each in more if self.device_bytes(sizes, each) <= self.device), None)
-
-    def largest_context(self, sizes: Sizes, placement: ModelPlacement, *, least: int = 1) -> int:
-        """The most tokens of a request, in steps of 256, up to those that the model was trained for; 0 where
-        not even `least` fit."""
-        most = max(least, sizes.trained or 8 * LEAST_CONTEXT)
-        if not self.holds(sizes, dataclasses.replace(placement, n_ctx=least)):
-            return 0
-        share = dataclasses.replace(self, machine=int(self.machine * (1 - SPARE)))
-
-        def fits(n_ctx: int) -> bool:
-            tried = dataclasses.replace(placement, n_ctx=n_ctx)
-            return sizes.machine(tried).cache <= _CACHE_SHARE * self.machine and share.holds(sizes, tried)
-
-        if fits(most):
-            return most
-        low, high = 0, most // _PAD
-        while low + 1 < high:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle * _PAD) else (low, middle)
-        return max(least, low * _PAD)
+    return -(-n_ctx // CELLS) * CELLS

@@ -7,7 +7,74 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from perdure.engine_config import F16, N_BATCH, N_CTX, SLOTS, EngineConfig, KvType
-from perdure.models.placement import LEAST_CONTEXT, SLOT_CHOICES, ModelPlacement, Room, Sizes
+from perdure.models.placement import (
+    CELLS,
+    LEAST_CONTEXT,
+    SLOT_CHOICES,
+    SPARE,
+    ModelPlacement,
+    Sizes,
+)
+
+MARGIN = 256 << 20
+"""Bytes of a device that its driver and the engine's own tables take."""
+_CACHE_SHARE = 0.5
+"""Of the machine's free memory, for a K/V cache whose size nobody chose: to go through more at every token
+would take longer than anybody waits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """Bytes that are free: in the machine's own memory, and on the devices that layers go to."""
+
+    machine: int
+    device: int = 0
+    """Of all devices together."""
+    devices: int = 1
+
+    def device_bytes(self, sizes: Sizes, placement: ModelPlacement) -> int:
+        """What the devices need in all: buffers of a step, and what the driver takes, on each of them."""
+        need = sizes.device(placement)
+        if not need.total:
+            return 0
+        return need.total + (self.devices - 1) * need.compute + self.devices * MARGIN
+
+    def holds(self, sizes: Sizes, placement: ModelPlacement) -> bool:
+        if self.device_bytes(sizes, placement) > self.device:
+            return False
+        return sizes.machine(placement).total <= self.machine
+
+    def most_layers(self, sizes: Sizes, placement: ModelPlacement) -> ModelPlacement:
+        """With the most layers that fit on the devices."""
+        fewer = (dataclasses.replace(placement, gpu_layers=n) for n in range(sizes.all_layers, 0, -1))
+        none = dataclasses.replace(placement, gpu_layers=0)
+        return next((each for each in fewer if self.device_bytes(sizes, each) <= self.device), none)
+
+    def fewest_cpu_experts(self, sizes: Sizes, placement: ModelPlacement) -> ModelPlacement | None:
+        """With the experts of the fewest layers in the machine's memory so that the rest fits on the devices;
+        None where that is not enough."""
+        more = (dataclasses.replace(placement, cpu_experts=n) for n in range(len(sizes.experts) + 1))
+        return next((each for each in more if self.device_bytes(sizes, each) <= self.device), None)
+
+    def largest_context(self, sizes: Sizes, placement: ModelPlacement, *, least: int = 1) -> int:
+        """The most tokens of a request, in steps of 256, up to those that the model was trained for; 0 where
+        not even `least` fit."""
+        most = max(least, sizes.trained or 8 * LEAST_CONTEXT)
+        if not self.holds(sizes, dataclasses.replace(placement, n_ctx=least)):
+            return 0
+        share = dataclasses.replace(self, machine=int(self.machine * (1 - SPARE)))
+
+        def fits(n_ctx: int) -> bool:
+            tried = dataclasses.replace(placement, n_ctx=n_ctx)
+            return sizes.machine(tried).cache <= _CACHE_SHARE * self.machine and share.holds(sizes, tried)
+
+        if fits(most):
+            return most
+        low, high = 0, most // CELLS
+        while low + 1 < high:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle * CELLS) else (low, middle)
+        return max(least, low * CELLS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

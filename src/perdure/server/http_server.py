@@ -32,6 +32,7 @@ from perdure.server import direct_write
 from perdure.server.app import rejecting, served
 from perdure.server.core.server_state import ServerState
 from perdure.server.core.settings import Limits
+from perdure.system import processes
 
 log = logging.getLogger("perdure.server")
 
@@ -182,10 +183,10 @@ class HttpServer(uvicorn.Server):
             yield
             return
         before = {each: signal.signal(each, self._signalled) for each in (signal.SIGINT, signal.SIGTERM)}
-        for each in system.reload_signals():
+        for each in processes.reload_signals():
             before[each] = signal.signal(each, self._hung_up)
             # A parent that has it ignored, such as nohup, wants the server to go on without the terminal.
-            self._ends_with_terminal = before[each] is not signal.SIG_IGN and system.has_terminal()
+            self._ends_with_terminal = before[each] is not signal.SIG_IGN and processes.has_terminal()
         try:
             yield
         finally:
@@ -217,7 +218,7 @@ class HttpServer(uvicorn.Server):
 
     def _hung_up(self, number: int, frame: FrameType | None) -> None:
         """A closed window gives the same signal: a server that was started in it ends with it."""
-        if self._ends_with_terminal and not system.has_terminal():
+        if self._ends_with_terminal and not processes.has_terminal():
             self.stop()
         elif self._loop is not None:
             # Between two steps of the loop: the signal may have come in the middle of a line of the log.

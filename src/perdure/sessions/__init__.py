@@ -4,8 +4,7 @@
     info          what is listed of sessions and memories
     store/        where sessions are durable: the contract, and databases behind it
     session_view  one conversation to be read: what it is, its turns as the store has them
-    pending_turn  a turn in the making, and what it may have besides messages
-    pending_record what is written down of one before it is answered, and until it is part of its session
+    pending_turn  a turn in the making, what it may have besides messages, and what is written down of it
     session       the same with all that changes it: say, edit, fork, rewind, fold, sleep, wake, export
     sessions      all of them, and their memories: find, list, import, with an engine or without one
     fold          an exhausted conversation becomes a summary and its last turns

@@ -29,7 +29,7 @@ from perdure.errors import (
 from perdure.extension import part
 from perdure.sessions.history import TurnReference
 from perdure.sessions.info import SessionInfo, SessionMemory, Tree, check_session_name
-from perdure.sessions.pending_record import PendingTurns
+from perdure.sessions.pending_turn import PendingTurns
 from perdure.sessions.session import Session
 from perdure.sessions.store.base import RESPONSE, SessionStore
 from perdure.sessions.store.registry import open_store

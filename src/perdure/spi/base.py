@@ -39,6 +39,7 @@ from perdure.extension import brought, extensions, imported, left_out, optional_
 from perdure.identity import Identity, content_digest, file_version
 from perdure.options import Option, named_by, option, refuse_unknown
 from perdure.request_options import SEED_LIMIT, draw_seed, options_of_replies
+from perdure.system import processes
 
 __all__ = [
     "CACHE_BITS",
@@ -85,6 +86,7 @@ __all__ = [
     "option",
     "optional_part",
     "options_of_replies",
+    "processes",
     "read_file",
     "read_lines",
     "read_stream",

@@ -21,9 +21,16 @@ from perdure.chat.parsing.call_writer import (
     filled,
     marks_in,
 )
-from perdure.chat.parsing.family import CHATML_MARKS, ROLE_MARKS, THINK, Family, Markers
+from perdure.chat.parsing.family import (
+    CHATML_MARKS,
+    ROLE_MARKS,
+    THINK,
+    Family,
+    JsonCalls,
+    Markers,
+    json_object,
+)
 from perdure.chat.parsing.json_calls import JsonObjectsParser, decoded_string
-from perdure.chat.parsing.json_objects import JsonCalls, json_object
 from perdure.chat.parsing.json_scanner import BoundedText, JsonScanner
 from perdure.chat.parsing.reply_parser import parse_reply
 from perdure.chat.past_conversations import PastConversation

@@ -9,6 +9,7 @@ from perdure.engine.llama.core import (
     CoreSetup,
     LlamaCore,
 )
+from perdure.engine.llama.layer_plan import room_now
 from perdure.engine.llama.model import TracePass, weights_of
 from perdure.engine.llama.native import library
 from perdure.engine.llama.native.declarations import (
@@ -21,7 +22,7 @@ from perdure.engine.llama.native.declarations import (
 from perdure.engine.llama.native.layout import StateLayout
 from perdure.engine.llama.native.layout import window as window_rows
 from perdure.engine.llama.native.log_sink import captured_errors
-from perdure.engine.llama.offload import CPU_ONLY, room_now
+from perdure.engine.llama.offload import CPU_ONLY
 from perdure.engine.llama.tokenizer import LlamaTokenizer
 from perdure.engine.llama.weights import LlamaWeights
 

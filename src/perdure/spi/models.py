@@ -1,26 +1,28 @@
 """For extensions that find, read or judge model files."""
 
 from perdure import models
-from perdure.models.card import ASSISTANTS, Card, Facts, TypeShare, part_names, read_parts
+from perdure.models.card import Card, TypeShare
 from perdure.models.catalogue import CatalogueModel, fit_of, names_of
 from perdure.models.catalogue import find as find_by_name
 from perdure.models.fetching.download import Remote, RemoteBytes, web
 from perdure.models.fetching.hub import chosen, hub_cache, read_offers
 from perdure.models.header import FILE_TYPES, TENSOR_TYPES, Header, parse_header
 from perdure.models.local_models import locate, resolve
+from perdure.models.parts import part_names, read_parts
 from perdure.models.placement import (
+    ASSISTANTS,
     LEAST_CONTEXT,
+    Facts,
     FitLevel,
     ModelPlacement,
     Need,
-    Room,
     Sizes,
     TensorNames,
     judge,
 )
 from perdure.models.registry import DEFAULT, HubSource, UrlSource
 from perdure.models.safetensors import FLOATS, SafetensorsHeader, read_safetensors, safetensors_header
-from perdure.models.ways_to_open import FitConstraints, placements
+from perdure.models.ways_to_open import FitConstraints, Room, placements
 from perdure.worker import deadly_files
 
 __all__ = [

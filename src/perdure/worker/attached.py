@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from perdure import system
 from perdure.backend import Backend, BackendState, BlockStorage, Health
 from perdure.errors import ClosedError, EngineError, PerdureError, StoreLockedError
 from perdure.events.background import BackgroundThread
 from perdure.store.owner import StoreLock, StoreOwner, read_owner
+from perdure.system import processes
 from perdure.worker.connection import Connection
 from perdure.worker.listener import Listener
 from perdure.worker.process import UNRESPONSIVE, ExitInfo
@@ -308,7 +308,7 @@ def _connected(holder: StoreOwner, locked: StoreLockedError) -> Link | None:
         end.close()
         return None
     # What is said is code to Python: only a process that may do anything here anyway is listened to.
-    if not system.is_own_peer(end):
+    if not processes.is_own_peer(end):
         end.close()
         raise StoreLockedError(f"{locked}. It is of another user, so its engine cannot be shared")
     return _greeted(Connection(end), holder, locked)

@@ -21,6 +21,7 @@ from perdure.engine import registry
 from perdure.errors import ClosedError, PerdureError
 from perdure.events.background import FAILURES, BackgroundThread
 from perdure.extension import imported
+from perdure.system import processes
 from perdure.worker.connection import Connection
 from perdure.worker.protocol import Close, Failed, Line, Pulse, Setup
 from perdure.worker.service import RequestService, portable
@@ -83,10 +84,10 @@ class LogToParent(logging.Handler):
 def main(fd: int) -> None:
     # Ctrl-C, a plain kill and a hang-up of the whole group are for the parent, which says what is to be done
     # about it: replies are finished first, or keys are read again.
-    for each in (signal.SIGINT, *system.ending_signals()):
+    for each in (signal.SIGINT, *processes.ending_signals()):
         signal.signal(each, signal.SIG_IGN)
-    system.die_with_parent()
-    system.leave_no_core()
+    processes.die_with_parent()
+    processes.leave_no_core()
     # An abort is to end the process at once, not to call up a debugger first.
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")
     connection = Connection(socket.socket(fileno=fd))

@@ -23,7 +23,7 @@ from perdure.atomic import read_table, write_table
 from perdure.config import settings
 from perdure.errors import DeadlyFileError, ModelFileError
 from perdure.identity import content_digest
-from perdure.models.card import part_names
+from perdure.models.parts import part_names
 
 _CRASHES = frozenset({"SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSYS", "SIGTRAP"})
 _NO_MEMORY = re.compile(

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from perdure import system
 from perdure.backend import Backend
 from perdure.events.background import BackgroundThread
 from perdure.store.owner import StoreOwner
+from perdure.system import processes
 
 if TYPE_CHECKING:
     from perdure.worker.connection import Connection
@@ -84,7 +84,7 @@ class Listener:
             with suppress(OSError):
                 end, _ = self._socket.accept()
                 try:
-                    own = system.is_own_peer(end)
+                    own = processes.is_own_peer(end)
                 except BaseException:
                     end.close()
                     raise

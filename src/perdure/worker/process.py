@@ -11,6 +11,7 @@ import tempfile
 from dataclasses import dataclass
 
 from perdure import system
+from perdure.system import processes
 from perdure.worker.connection import Connection
 from perdure.worker.protocol import Setup
 
@@ -49,12 +50,12 @@ class Process:
             self._log = undo.enter_context(tempfile.TemporaryFile())
             # A new process group: the terminal's signals are for the parent alone.
             self._child = subprocess.Popen(
-                system.isolated_python(
+                processes.isolated_python(
                     "-X", "faulthandler", "-m", "perdure.worker.child", str(theirs.fileno())
                 ),
                 stdout=self._log,
                 stderr=self._log,
-                **system.child_options(theirs.fileno()),
+                **processes.child_options(theirs.fileno()),
             )
             undo.pop_all()
         self.connection = Connection(ours)

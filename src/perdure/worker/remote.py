@@ -18,7 +18,6 @@ from typing import Any, Concatenate, Protocol
 
 import numpy as np
 
-from perdure import system
 from perdure.backend import AlwaysLoaded, Backend, BlockStorage, Health, Residence, SecondOpening
 from perdure.cache.prefix_cache import PrefixCacheCalls
 from perdure.decode.embedding import EmbeddingFuture
@@ -35,6 +34,7 @@ from perdure.events.hub import EventHub
 from perdure.events.subscription import Subscription
 from perdure.extension import imported
 from perdure.memory import MemorySpec
+from perdure.system import processes
 from perdure.worker.message_reader import MessageReader
 from perdure.worker.pending_requests import PendingRequests, packed
 from perdure.worker.protocol import Ask, P, Ready, Setup, T, Tables, Target
@@ -206,7 +206,7 @@ class RemoteBackend(BackendClient):
         """`residence` says when the process may have its memory. A `lazy` one is started by the first
         request, which waits for that; nothing that only looks starts it. After a start that failed the next
         request tries again."""
-        system.require_child_pipes("an engine in a separate process")
+        processes.require_child_pipes("an engine in a separate process")
         engine = registry.find(source)
         config, storage = (config or EngineConfig()).resolved(), storage or BlockStorage()
         if storage.folder is not None:

@@ -18,8 +18,8 @@ from perdure import InvalidInputError, models
 from perdure.engine_config import KvType
 from perdure.ext.fit.fit import Fit, propose
 from perdure.models.fetching.download import Remote, RemoteBytes, web
-from perdure.models.placement import Room, Sizes
-from perdure.models.ways_to_open import FitConstraints
+from perdure.models.placement import Sizes
+from perdure.models.ways_to_open import FitConstraints, Room
 from serving import Page, put_repo, site
 
 GIB = 1 << 30

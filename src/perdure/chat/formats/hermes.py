@@ -10,8 +10,7 @@ Also the families of ChatML templates that show no calls: a bare object of a kno
 
 from __future__ import annotations
 
-from perdure.chat.parsing.family import CHATML_MARKS, ROLE_MARKS, THINK, Family
-from perdure.chat.parsing.json_objects import JSON, JsonCalls, json_object
+from perdure.chat.parsing.family import CHATML_MARKS, JSON, ROLE_MARKS, THINK, Family, JsonCalls, json_object
 
 HERMES_CALLS = JsonCalls(json_object(head="<tool_call>\n", tail="\n</tool_call>", between="\n"))
 

@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 from perdure.chat.parsing.call_writer import CallText
-from perdure.chat.parsing.family import THINK, Family
-from perdure.chat.parsing.json_objects import JsonCalls
+from perdure.chat.parsing.family import THINK, Family, JsonCalls
 
 HEADER_MARKS = ("<|eom_id|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|end_of_text|>")
 

@@ -11,8 +11,7 @@ import threading
 from dataclasses import dataclass
 from importlib import import_module
 
-from perdure.chat.parsing.family import THINK, Family
-from perdure.chat.parsing.json_objects import JSON
+from perdure.chat.parsing.family import JSON, THINK, Family
 from perdure.errors import InvalidInputError
 from perdure.extension import by_name, imported
 

@@ -24,6 +24,7 @@ from perdure.cli.output.terminal import note
 from perdure.cli.runtime import usual_store
 from perdure.config import settings
 from perdure.errors import PerdureError
+from perdure.system import processes
 
 _STATE = "server.json"
 _LOOK = 5.0
@@ -57,7 +58,7 @@ def start(context: typer.Context) -> None:
     state = folder / _STATE
     with _claimed() as claim, open(log, "w", encoding="utf-8", opener=private) as output:
         child = subprocess.Popen(
-            system.isolated_python("-m", "perdure.cli", "serve", *context.args, "--state", str(state)),
+            processes.isolated_python("-m", "perdure.cli", "serve", *context.args, "--state", str(state)),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -179,10 +180,10 @@ def _folder() -> Path:
 @contextmanager
 def _claimed() -> Iterator[int]:
     """A lock that the server inherits and that the system drops with it, however it ends."""
-    system.require_child_pipes("a server in the background")
+    processes.require_child_pipes("a server in the background")
     handle = os.open(_folder() / "server.lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        if not system.lock_with_children(handle):
+        if not processes.lock_with_children(handle):
             raise PerdureError("another `perdure start` is under way")
         (_folder() / _STATE).unlink(missing_ok=True)
         yield handle

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO, Unpack
 
 from rich.cells import cell_len, set_cell_size
 
-from perdure import system
 from perdure.engine_config import N_CTX
+from perdure.system import processes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -115,7 +115,7 @@ def stopped_by_signal(job: CancellableJob, *, ended: Callable[[], object] | None
         elif time.monotonic() - since > _INSISTENCE:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
-    numbers = (signal.SIGINT, *system.ending_signals())
+    numbers = (signal.SIGINT, *processes.ending_signals())
     before = {number: signal.signal(number, press) for number in numbers}
     try:
         yield stop
@@ -154,7 +154,7 @@ def leaving_in_order() -> Iterator[None]:
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    before = {number: signal.signal(number, leave) for number in system.ending_signals()}
+    before = {number: signal.signal(number, leave) for number in processes.ending_signals()}
     try:
         yield
     finally:

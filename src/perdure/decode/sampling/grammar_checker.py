@@ -25,6 +25,7 @@ from perdure import system
 from perdure.decode.sampling.grammar_child import CPU_SECONDS, STEP_SECONDS
 from perdure.errors import BusyError, GrammarError
 from perdure.events.background import BackgroundTimer
+from perdure.system import processes
 
 _WALL_SECONDS = 30.0
 """For one grammar, where the machine gives the child no time to reach its own limit."""
@@ -168,7 +169,7 @@ def start_child() -> subprocess.Popen[bytes]:
     # A Ctrl-C in the terminal is not for it, nor are its last words for the terminal.
     try:
         return subprocess.Popen(
-            system.isolated_python(script, json.dumps(sys.path)),
+            processes.isolated_python(script, json.dumps(sys.path)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -92,11 +92,11 @@ def compile_once(job: dict[str, Any]) -> str:
 
 
 def serve() -> None:
-    from perdure import system
+    from perdure.system import processes
 
     source = sys.stdin.buffer
-    while system.wait_for_input(source, _IDLE_SECONDS) and (line := source.readline(_JOB_BYTES)):
-        system.limit_process(more_seconds=CPU_SECONDS, nbytes=_BYTES)
+    while processes.wait_for_input(source, _IDLE_SECONDS) and (line := source.readline(_JOB_BYTES)):
+        processes.limit_process(more_seconds=CPU_SECONDS, nbytes=_BYTES)
         answer = "ok"
         with suppress(ValueError, RecursionError):
             answer = compile_once(json.loads(line))

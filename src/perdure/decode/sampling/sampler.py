@@ -35,10 +35,9 @@ from perdure.decode.sampling.stage import (
     top,
 )
 from perdure.engine import row_kernels
-from perdure.engine.contract import Floats
+from perdure.engine.contract import Candidate, Floats, log_norm
 from perdure.engine.parallel import spread
 from perdure.engine.row_kernels import NothingToDraw
-from perdure.engine.step import Candidate, log_norm
 from perdure.errors import EngineError
 from perdure.request_options import Sampling
 

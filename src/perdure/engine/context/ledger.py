@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.checks import is_integer
-from perdure.engine.contract import Core, Rows
-from perdure.engine.step import Step
+from perdure.engine.contract import Core, Rows, Step
 from perdure.errors import RowError
 from perdure.memory import MemorySpec
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from perdure import models
 from perdure.config import settings
@@ -14,10 +14,12 @@ from perdure.engine.model import EngineModel
 from perdure.engine.registry import Agree, Bars, Engine, Finding, Source, is_gguf, no_bars
 from perdure.errors import ModelError
 from perdure.identity import content_digest
-from perdure.models.card import Card
 from perdure.models.local_models import locate
 from perdure.models.placement import Sizes
 from perdure.models.registry import DEFAULT
+
+if TYPE_CHECKING:
+    from perdure.models.card import Card
 
 
 class LlamaEngine(Engine):

@@ -2,6 +2,7 @@
 
 plan_offload()  as many as were asked for, or as fit
 plan_again()    fewer, where those did not fit after all
+fit_context()   how large a context of a loaded model can be
 """
 
 from __future__ import annotations
@@ -10,15 +11,19 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
+from perdure import system
+from perdure.engine.llama.native import library
 from perdure.engine.llama.native.library import Device
-from perdure.engine.llama.offload import CPU_ONLY, Offload, room_of
-from perdure.errors import OutOfMemoryError
-from perdure.models.placement import ModelPlacement, Sizes
-from perdure.models.ways_to_open import FitConstraints, placements
+from perdure.engine.llama.offload import CPU_ONLY, ContextRoom, Offload, choose_devices
+from perdure.errors import EngineLibraryError, OutOfMemoryError
+from perdure.models.placement import SLOT_CHOICES, ModelPlacement, Sizes
+from perdure.models.ways_to_open import FitConstraints, Room, placements
 
 GpuLayers: TypeAlias = "int | Literal['auto']"
 CpuExperts: TypeAlias = "int | Literal['all', 'auto']"
 
+_SPARED = 4
+"""One part in so many of what the devices have is for further sequences."""
 _LESS = 0.75
 """How many of its layers a model is given again at most, where they did not fit after all."""
 
@@ -94,3 +99,67 @@ def plan_again(
     if not layers:
         return dataclasses.replace(CPU_ONLY, note=note)
     return Offload(layers=layers, cpu_experts=failed.cpu_experts, devices=tuple(devices), note=note)
+
+
+# What is free.
+
+
+def room_of(devices: Sequence[Device], machine: int | None = None) -> Room:
+    """What is free now, on the machine (unless that is given) and on devices."""
+    if machine is None:
+        machine = system.available_memory() or system.memory_to_share() // 2
+    return Room(machine=machine, device=sum(device.free for device in devices), devices=max(1, len(devices)))
+
+
+def room_now(devices: Sequence[str] | None = None) -> Room:
+    """What is free at this moment, on the machine and on the devices that layers would go to."""
+    try:
+        return room_of(choose_devices(library.loaded().device_list, devices))
+    except EngineLibraryError:
+        # Nothing is installed yet: the CPU is what there is in any case.
+        return room_of(())
+
+
+def fit_context(
+    room: ContextRoom, n_ctx: int | None, slots: int | None, setup: ModelPlacement
+) -> tuple[int, int]:
+    """Tokens of a request and requests at once, of which None are for us to choose.
+
+    How many sequences a context has is part of what its state is of: they are chosen by what the machine
+    has, not by what is free at the moment, so that state is found again at the next start.
+    """
+    setup = room.placed(setup)
+    devices = room.devices()
+    if slots is None:
+        least = n_ctx or min(setup.n_ctx, room.sizes.trained or setup.n_ctx)
+        whole = Room(
+            machine=system.memory_to_share(),
+            device=sum(device.total for device in devices),
+            devices=max(1, len(devices)),
+        )
+        tried = (dataclasses.replace(setup, n_ctx=least, slots=count) for count in SLOT_CHOICES)
+        slots = next((each.slots for each in tried if whole.holds(room.sizes, each)), SLOT_CHOICES[-1])
+    if n_ctx is not None:
+        return n_ctx, slots
+    # The weights are there by now: on devices they were taken out of what is free, those of a file are
+    # given up for others.
+    free = room_of(devices)
+    free = dataclasses.replace(free, device=free.device + room.sizes.device(setup).weights)
+    setup = dataclasses.replace(setup, slots=slots)
+    fitting = free.largest_context(room.sizes, setup, least=256)
+    if not fitting:
+        raise OutOfMemoryError(
+            f"not even 256 tokens for {slots} requests fit beside the weights: choose fewer slots or a "
+            "smaller model; `perdure fit` shows what is free"
+        )
+    return fitting, slots
+
+
+def spare_sequences(devices: Sequence[Device], *, weights: int, sequence: float) -> int:
+    """How many sequences of so many bytes fit into a quarter of what the devices have besides the weights.
+
+    Of all that they have, not of what is free now: how many sequences a context has is part of what its state
+    is of, and must not change from one start to the next.
+    """
+    room = (sum(device.total for device in devices) - weights) / _SPARED
+    return max(0, int(room // sequence)) if sequence else 0

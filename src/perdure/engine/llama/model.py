@@ -57,9 +57,9 @@ from perdure.errors import (
 from perdure.extension import by_name, imported
 from perdure.identity import Identity, content_digest, file_version
 from perdure.memory import FullAttention, Hybrid, MemorySpec, Recurrent, SlidingWindow
-from perdure.models.card import ASSISTANTS, part_names
 from perdure.models.header import FILE_TYPES, Tensor
-from perdure.models.placement import ROWS, ModelPlacement, Sizes
+from perdure.models.parts import part_names
+from perdure.models.placement import ASSISTANTS, ROWS, ModelPlacement, Sizes
 from perdure.options import named_by
 
 if TYPE_CHECKING:
@@ -573,7 +573,12 @@ class Model(FileModel):
     def spare_sequences(self, n_ctx: int, config: ContextConfig) -> int:
         """How many more sequences of so many tokens fit into a quarter of what the devices have besides the
         weights; 0 where the K/V cache is not there, or all sequences share one pool."""
-        return 0 if config.shared else self._context_room().spare_sequences(n_ctx, config.kv)
+        if config.shared or not self._kv_offload or not self._offload.layers:
+            return 0
+        from perdure.engine.llama.layer_plan import spare_sequences
+
+        sequence = self._context_room().bytes(n_ctx, config.kv)
+        return spare_sequences(self._offload.devices, weights=self.sizes.weights, sequence=sequence)
 
     def fit_context(self, n_ctx: int | None, slots: int | None, config: ContextConfig) -> tuple[int, int]:
         """Tokens of a request and requests at once that fit into what is free. None is for it to choose: up
@@ -583,11 +588,13 @@ class Model(FileModel):
         )
         check_whole("slots", 1 if slots is None else slots, 1, MAX_SEQUENCES)
         check_whole("n_ctx", 1 if n_ctx is None else n_ctx, 1, 1 << 31)
-        return self._context_room().fit_context(n_ctx, slots, setup)
+        from perdure.engine.llama.layer_plan import fit_context
+
+        return fit_context(self._context_room(), n_ctx, slots, setup)
 
     def _context_room(self) -> ContextRoom:
         self._open()
-        return ContextRoom(self.sizes, self._offload, kv_offload=self._kv_offload)
+        return ContextRoom(sizes=self.sizes, offload=self._offload, kv_offload=self._kv_offload)
 
 
 def weights_of(model: Model) -> LlamaWeights:

@@ -8,7 +8,7 @@ import numpy as np
 
 from perdure.errors import InvalidInputError, ModelFileError
 from perdure.models import Header, Strings
-from perdure.models.card import ASSISTANTS
+from perdure.models.placement import ASSISTANTS
 
 MAX_LAYERS = 512
 _ROTATE_WHOLE_HEADS = frozenset(

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from perdure.spi.base import system
+from perdure.spi.base import processes, system
 from perdure.spi.runtime import BackgroundThread, BackgroundTimer
 
 _GRACE = 5.0
@@ -33,7 +33,7 @@ def run_agent(command: list[str], environment: dict[str, str], folder: Path | No
     # Where no terminal is to be shared, a separate group of processes can be ended as a whole.
     apart = system.POSIX and not sys.stdin.isatty()
     asked: list[int] = []
-    signals = (signal.SIGINT, *system.ending_signals())
+    signals = (signal.SIGINT, *processes.ending_signals())
     before = {each: signal.signal(each, lambda number, _: asked.append(number)) for each in signals}
     try:
         child = subprocess.Popen(

@@ -23,7 +23,7 @@ import typer
 
 from perdure import InvalidInputError, PerdureError
 from perdure.ext.agents.agent_process import ReadingInTitle, run_agent
-from perdure.spi.base import settings, system
+from perdure.spi.base import processes, settings
 from perdure.spi.cli import Key, Url, ask, current, private, terminal
 
 _NO_KEY = "none"
@@ -307,7 +307,7 @@ def _too_small(client: str, known: Client, to: Target) -> str:
 def _start_server(model: str | None, chosen: dict[str, Any]) -> None:
     """Start a server in the background, with as much context as fits unless that was `chosen`."""
     options = [] if "n_ctx" in chosen else ["--ctx", "auto"]
-    command = system.isolated_python("-m", "perdure.cli", "start", *([model] if model else []), *options)
+    command = processes.isolated_python("-m", "perdure.cli", "start", *([model] if model else []), *options)
     if subprocess.run(command, check=False).returncode:
         raise PerdureError("the server did not start; its log says why")
 

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from perdure.ext.documents.pdf import MOST_CHARACTERS, MOST_PAGES, SECONDS
-from perdure.spi.base import system
+from perdure.spi.base import processes
 
 
 def main(path: Path, memory: int) -> None:
-    system.leave_no_core()
+    processes.leave_no_core()
     # What is odd about a file is no concern of the log.
     logging.disable()
-    system.limit_process(more_seconds=SECONDS, nbytes=memory)
+    processes.limit_process(more_seconds=SECONDS, nbytes=memory)
     json.dump(read(path), sys.stdout)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from perdure import InvalidInputError, TooLargeError
-from perdure.spi.base import read_stream, system
+from perdure.spi.base import processes, read_stream
 from perdure.spi.runtime import BackgroundTimer
 
 MOST_BYTES = 64 << 20
@@ -51,7 +51,7 @@ def pdf_text(path: Path, *, seconds: float = SECONDS, memory: int = MOST_MEMORY)
         raise InvalidInputError(
             'this server reads no PDF: pypdf is not installed beside it (pip install "perdure[documents]")'
         )
-    command = system.isolated_python("-m", "perdure.ext.documents.child", str(path), str(memory))
+    command = processes.isolated_python("-m", "perdure.ext.documents.child", str(path), str(memory))
     overdue = threading.Event()
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL

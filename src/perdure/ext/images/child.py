@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from perdure import InvalidInputError, PerdureError, TooLargeError
 from perdure.ext.images.media import Medium, Piece
 from perdure.ext.images.wire import receive, send
-from perdure.spi.base import system
+from perdure.spi.base import processes
 
 if TYPE_CHECKING:
     from perdure.ext.images.library import Mtmd
@@ -44,9 +44,9 @@ _LONGEST = 600
 
 
 def main() -> None:
-    for each in (signal.SIGINT, *system.ending_signals()):
+    for each in (signal.SIGINT, *processes.ending_signals()):
         signal.signal(each, signal.SIG_IGN)
-    system.leave_no_core()
+    processes.leave_no_core()
     # What anything else prints is for the log.
     out: BinaryIO = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

@@ -35,7 +35,7 @@ from perdure import (
 from perdure.ext.images.library import find_library
 from perdure.ext.images.media import EncodedFile, Medium, MediumKind, Piece
 from perdure.ext.images.wire import receive, send
-from perdure.spi.base import Closing, content_digest, errors, system
+from perdure.spi.base import Closing, content_digest, errors, processes, system
 from perdure.spi.models import deadly_files
 from perdure.spi.runtime import BackgroundTimer
 
@@ -201,7 +201,7 @@ class _Child:
         self.crashed = False
         """Whether it ended by a crash in native code."""
         self._process = subprocess.Popen(
-            system.isolated_python("-m", "perdure.ext.images.child"),
+            processes.isolated_python("-m", "perdure.ext.images.child"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

@@ -22,18 +22,18 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from perdure import PerdureError
-from perdure.spi.base import system
+from perdure.spi.base import processes, system
 
 _HIDDEN = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GGML_VK_VISIBLE_DEVICES", "GGML_NO_BACKTRACE")
 """Devices are for replies: also a model that is not on one would have buffers there."""
 
 
 def main() -> None:
-    for each in (signal.SIGINT, *system.ending_signals()):
+    for each in (signal.SIGINT, *processes.ending_signals()):
         signal.signal(each, signal.SIG_IGN)
-    system.die_with_parent()
-    system.leave_no_core()
-    system.yield_to_others()
+    processes.die_with_parent()
+    processes.leave_no_core()
+    processes.yield_to_others()
     for name in _HIDDEN:
         os.environ[name] = "1" if name == "GGML_NO_BACKTRACE" else ""
     # What anything else prints is for the log.

@@ -19,7 +19,7 @@ from typing import IO
 
 from perdure import EngineDiedError, EngineError, PerdureError
 from perdure.ext.inspection.analysis import ReplyFigures, check_length
-from perdure.spi.base import errors, read_lines, system
+from perdure.spi.base import errors, processes, read_lines
 from perdure.spi.runtime import SecondOpening
 
 log = logging.getLogger("perdure.ext.inspection")
@@ -112,7 +112,7 @@ class AnalysisProcess:
             if self._cancelled:
                 raise EngineDiedError("the analysis was cancelled")
             self._child = child = subprocess.Popen(
-                system.isolated_python("-m", "perdure.ext.inspection.child"),
+                processes.isolated_python("-m", "perdure.ext.inspection.child"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,

@@ -10,7 +10,7 @@ import threading
 from importlib.metadata import PackageNotFoundError, version
 
 from perdure import EngineError
-from perdure.spi.base import system
+from perdure.spi.base import processes
 
 OLDEST = (0, 32, 2)
 """Of mlx-lm: earlier ones run code of a repository (CVE-2026-5843)."""
@@ -62,7 +62,7 @@ def load() -> None:
     """Import mlx and mlx-lm. This takes two seconds, the first time."""
     check_here()
     # mlx-lm lowers how many files this process may open, for good. A server needs more than that.
-    with _importing, system.kept_limits():
+    with _importing, processes.kept_limits():
         try:
             importlib.import_module("mlx_lm.utils")
             core = importlib.import_module("mlx.core")

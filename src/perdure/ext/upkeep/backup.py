@@ -30,6 +30,7 @@ from perdure.spi.base import (
     PRIVATE,
     make_folder,
     open_private,
+    processes,
     sync_folder,
     system,
     translate_os_errors,
@@ -91,7 +92,7 @@ def back_up(folder: Path, file: Path, *, state: bool = False, progress: Progress
             created, blocks = time.time(), 0
             digests: dict[str, str] = {}
             with open_private(temporary) as raw:
-                system.lock_file(raw.fileno())
+                processes.lock_file(raw.fileno())
                 for number, (name, path) in enumerate(members.items()):
                     # State that had to go meanwhile is no loss; sessions are.
                     with suppress(*((FileNotFoundError,) if name.startswith("blocks/") else ())):
@@ -245,7 +246,7 @@ def _locked(folder: Path) -> Iterator[None]:
         return
     handle = os.open(folder, os.O_RDONLY)
     try:
-        system.lock_file(handle)
+        processes.lock_file(handle)
         yield
     finally:
         os.close(handle)
@@ -259,7 +260,7 @@ def _sweep(place: Path, names: re.Pattern[str]) -> None:
         with suppress(OSError):
             handle = os.open(path, os.O_RDONLY)
             try:
-                if not system.lock_file(handle):
+                if not processes.lock_file(handle):
                     continue
             finally:
                 os.close(handle)

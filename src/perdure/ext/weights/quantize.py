@@ -26,7 +26,16 @@ from numpy.typing import NDArray
 
 from perdure import EngineError, InvalidInputError, ModelFileError
 from perdure.ext.weights.tensors import Planned, TensorFile, check_free_space, write_model
-from perdure.spi.base import TABLE_BYTES, TEMPORARY, check_whole, content_digest, errors, read_lines, system
+from perdure.spi.base import (
+    TABLE_BYTES,
+    TEMPORARY,
+    check_whole,
+    content_digest,
+    errors,
+    processes,
+    read_lines,
+    system,
+)
 from perdure.spi.llama import library
 from perdure.spi.models import FILE_TYPES, TENSOR_TYPES, read_parts
 
@@ -216,7 +225,7 @@ def run_child(job: dict[str, Any], target: Path, progress: Progress | None) -> d
     """Have a child write `target`; give what it says of it. However this ends, no half file is left."""
     unfinished = target.with_name(f"{target.name}.{os.getpid()}{TEMPORARY}")
     child = Path(__file__).with_name("quantize_child.py")
-    command = system.isolated_python(str(child), json.dumps(job | {"target": str(unfinished)}))
+    command = processes.isolated_python(str(child), json.dumps(job | {"target": str(unfinished)}))
     with tempfile.TemporaryFile() as captured_errors:
         process = subprocess.Popen(
             command,

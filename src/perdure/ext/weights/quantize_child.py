@@ -20,10 +20,10 @@ _LINE = re.compile(r"^\[\s*(\d+)/\s*(\d+)\]")
 
 def main(job: dict[str, Any]) -> None:
     from perdure import PerdureError
-    from perdure.spi.base import system
+    from perdure.spi.base import processes
 
-    system.die_with_parent()
-    system.leave_no_core()
+    processes.die_with_parent()
+    processes.leave_no_core()
     try:
         say({"result": quantize(job) if job["task"] == "quantize" else importance(job)})
     except PerdureError as error:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from perdure.atomic import read_text
 from perdure.errors import FetchError, ModelNotFoundError
 from perdure.identity import content_digest
-from perdure.models.card import is_projector, part_names
 from perdure.models.fetching.download import (
     Remote,
     RemoteBytes,
@@ -27,6 +26,7 @@ from perdure.models.fetching.download import (
     web,
 )
 from perdure.models.header import Header, parse_header
+from perdure.models.parts import is_projector, part_names
 from perdure.models.registry import HubSource, Progress, stays_inside
 
 if TYPE_CHECKING:

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, urldefrag, urljoin, urlsplit
 from urllib.request import url2pathname
 
-from perdure import system
 from perdure.atomic import read_text
 from perdure.errors import FetchError
 from perdure.models.fetching.download import (
@@ -38,6 +37,7 @@ from perdure.models.fetching.download import (
     web,
 )
 from perdure.models.registry import Progress
+from perdure.system import processes
 
 if TYPE_CHECKING:
     import httpx
@@ -119,8 +119,8 @@ def _files() -> list[Path]:
     named = os.environ.get("PIP_CONFIG_FILE", "")
     if named == os.devnull:
         return []
-    shared, own = system.pip_config_files()
-    files = [*shared, *(() if named and Path(named).exists() else own), system.pip_config_file()]
+    shared, own = processes.pip_config_files()
+    files = [*shared, *(() if named and Path(named).exists() else own), processes.pip_config_file()]
     return [*files, Path(named)] if named else files
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
-from perdure.models.card import part_names
+from perdure.models.parts import part_names
 from perdure.models.registry import Progress, UrlSource
 
 

@@ -19,8 +19,7 @@ from perdure.engine.adapters import absolute_names
 from perdure.engine_config import N_CTX, EngineConfig
 from perdure.errors import ClosedError, InvalidInputError, PerdureError
 from perdure.events.background import BackgroundThread
-from perdure.models.placement import Room
-from perdure.models.ways_to_open import memory_needed
+from perdure.models.ways_to_open import Room, memory_needed
 from perdure.runtime import Runtime
 from perdure.server.pool.spec import ModelSpec, check_copies
 from perdure.sessions.store.base import SessionStore
@@ -547,7 +546,7 @@ def _fail(waiter: _Waiter, error: Exception) -> None:
 
 def _room(memory: int | None) -> Room:
     """The memory for all models: what is free now, the machine's as it was said."""
-    from perdure.engine.llama.offload import room_now
+    from perdure.engine.llama.layer_plan import room_now
 
     free = room_now()
     return free if memory is None else Room(machine=memory, device=free.device, devices=free.devices)

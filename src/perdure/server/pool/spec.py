@@ -18,7 +18,7 @@ from perdure.engine.adapters import is_name, parse_scaled
 from perdure.engine_config import EngineConfig, engine_options
 from perdure.errors import InvalidInputError, PerdureError
 from perdure.models import read_parts
-from perdure.models.card import is_projector
+from perdure.models.parts import is_projector
 from perdure.models.placement import Sizes
 from perdure.options import Option
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from perdure import system
 from perdure.config import settings
 from perdure.engine.llama.native.causes import cause_of, last_words
 from perdure.engine.llama.native.probe_results import Attempt, ProbeResult, gpu_backends, remember, remembered
@@ -24,6 +23,7 @@ from perdure.events.background import BackgroundTimer
 from perdure.libraries.machine import is_translated
 from perdure.libraries.package import PACKAGES
 from perdure.libraries.runtime import compat_drivers
+from perdure.system import processes
 
 log = logging.getLogger("perdure.engine")
 
@@ -128,7 +128,7 @@ class _Runs:
         """`attempt` with how a child that was given `job` ended."""
         child = Path(__file__).with_name("probe_child.py")
         # Nothing of the current folder is run.
-        ended = run_child(system.isolated_python(str(child), job, str(self._models)), self._seconds)
+        ended = run_child(processes.isolated_python(str(child), job, str(self._models)), self._seconds)
         report = last_report(ended.stdout)
         if ended.returncode is None:
             return replace(attempt, died=f"no end after {self._seconds} s at {report['doing']}")

@@ -28,6 +28,7 @@ from perdure.atomic import (
 from perdure.errors import StoreDamagedError, StoreLockedError
 from perdure.sessions.store.sqlite import FILE
 from perdure.store.index import Index
+from perdure.system import processes
 
 MARK, MENDED, KEY = "sessions.id", "sessions.mended", "sessions.key"
 """Whose the database is; what a repair that was interrupted has left; what signs exports."""
@@ -154,9 +155,9 @@ class UseLock:
         from perdure.store.owner import described
 
         self._handle = _opened(folder / USERS)
-        self.first = system.lock_file(self._handle)
+        self.first = processes.lock_file(self._handle)
         # Windows shares no locks: there, one process has a store alone.
-        if not (self.first if alone or not system.POSIX else system.lock_file(self._handle, shared=True)):
+        if not (self.first if alone or not system.POSIX else processes.lock_file(self._handle, shared=True)):
             os.close(self._handle)
             raise StoreLockedError(
                 f"the sessions in {folder} are in use by {described(folder)}: close that one, or choose "
@@ -198,7 +199,7 @@ class TurnLocks:
     def take(self, session: int) -> bool:
         """Have the session of that number until `release`; False where another has it."""
         with _CHANGING:
-            if session in self._file.taken or not system.lock_byte(self._file.handle, session):
+            if session in self._file.taken or not processes.lock_byte(self._file.handle, session):
                 return False
             self._file.taken.add(session)
             self._taken.add(session)
@@ -210,7 +211,7 @@ class TurnLocks:
             if session in self._taken and _FILES.get(self._path) is self._file:
                 self._taken.discard(session)
                 self._file.taken.discard(session)
-                system.unlock_byte(self._file.handle, session)
+                processes.unlock_byte(self._file.handle, session)
 
     def close(self) -> None:
         with _CHANGING:
