@@ -16,7 +16,7 @@ from perdure.server.core.api_error import (
     validation,
 )
 from perdure.server.core.app_state import AppState, AppStateDep, CallerDep, ServedDep
-from perdure.server.core.body_route import LARGE, BodyRoute, read_json
+from perdure.server.core.body_route import LARGE, BodyRoute, read_json, with_linked_images
 from perdure.server.core.event_log import EventLog, followed
 from perdure.server.core.follow import (
     EventResponse,
@@ -225,4 +225,5 @@ __all__ = [
     "usage_file",
     "validation",
     "while_connected",
+    "with_linked_images",
 ]

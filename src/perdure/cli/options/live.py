@@ -13,6 +13,7 @@ from perdure.cli.options import shared
 from perdure.cli.options.groups import SamplingOptions
 from perdure.config import SETTLED, WARMED, choices, settings
 from perdure.errors import InvalidInputError
+from perdure.extension import part
 
 if TYPE_CHECKING:
     from perdure.server.core.keys import Keys
@@ -46,6 +47,13 @@ class LiveOptions:
         metavar="ORIGIN",
         help="A site whose pages may use the server, such as https://chat.example.org, or * for any "
         "(with --keys); may be given several times.",
+    )
+    image_hosts: list[str] | None = shared.access_option(
+        None,
+        "--image-hosts",
+        metavar="HOST[:PORT]",
+        help="A host that images of requests are fetched from, over https; with a port, or of this machine, "
+        "over http too; may be given several times.",
     )
     strict: bool = shared.access_option(
         False, "--strict/--no-strict", help="Refuse requests with fields that are not known."
@@ -155,6 +163,7 @@ def live_settings(options: LiveOptions, sampling: SamplingOptions, *, host: str,
         # A client with a key may use any host name.
         hosts=AllowedHosts(host, further, origins) if further or not keys.required else None,
         origins=origins,
+        image_hosts=part("hosts of images", "images")(options.image_hosts) if options.image_hosts else (),
         aliases=tuple(options.alias or ()),
         strict=options.strict,
         conversations=options.conversations,

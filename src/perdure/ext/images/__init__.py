@@ -7,6 +7,7 @@ projector    the projector's file (mmproj): found beside a model
 media        what an encoded file is: text tokens and media, whose ids in a ledger are below zero
 reader       images in messages: encoded once, then found
 encoding_turns  which file is encoded next
+links        images behind URLs, fetched from hosts that the operator has named
 routes       what an image costs in tokens, and the file of one in a session
 media_store  the folder `media/` of a store: rows by their digest, and which file gave which
 """
@@ -19,6 +20,8 @@ EXTENSION = Extension(
     parts={
         "images in a prompt": "perdure.ext.images.media_store:stored_media",
         "projector beside a model": "perdure.ext.images.projector:find_projector",
+        "images behind URLs": "perdure.ext.images.links:with_files",
+        "hosts of images": "perdure.ext.images.links:check_hosts",
         "images in messages": "perdure.ext.images.reader:StoredImages",
     },
 )

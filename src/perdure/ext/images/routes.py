@@ -20,6 +20,7 @@ from fastapi import APIRouter, Path
 from starlette.responses import Response
 
 from perdure import SessionNotFoundError
+from perdure.ext.images.links import type_of_image
 from perdure.ext.images.reader import StoredImages
 from perdure.spi.server import (
     AppState,
@@ -35,8 +36,6 @@ from perdure.spi.server import (
 )
 
 router = APIRouter(prefix="/v1", tags=["images"], route_class=BodyRoute)
-
-_TYPES = ((b"\x89PNG", "image/png"), (b"\xff\xd8", "image/jpeg"), (b"GIF8", "image/gif"))
 
 
 class ImageCountRequest(RequestSchema):
@@ -66,7 +65,10 @@ async def count(body: ImageCountRequest, app_state: AppStateDep, caller: CallerD
 @router.get(
     "/sessions/{name}/images/{digest}",
     response_class=Response,
-    responses={200: {"content": {kind: {} for _, kind in _TYPES}}, **errors(404)},
+    responses={
+        200: {"content": {f"image/{kind}": {} for kind in ("png", "jpeg", "gif", "webp")}},
+        **errors(404),
+    },
 )
 async def file(
     name: Named,
@@ -84,16 +86,13 @@ async def file(
         return data
 
     data = await app_state.work(work)
-    kind = next((kind for start, kind in _TYPES if data.startswith(start)), "")
-    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
-        kind = "image/webp"
     headers = {
         # Nothing in it is run, whatever it says that it is.
         "X-Content-Type-Options": "nosniff",
         "Content-Security-Policy": "default-src 'none'; sandbox",
         "Cache-Control": "private, max-age=31536000, immutable",
     }
-    return Response(data, media_type=kind or "application/octet-stream", headers=headers)
+    return Response(data, media_type=type_of_image(data) or "application/octet-stream", headers=headers)
 
 
 def _reader(app_state: AppState) -> StoredImages:

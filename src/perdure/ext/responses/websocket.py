@@ -37,6 +37,7 @@ from perdure.spi.server import (
     too_large,
     unauthorised,
     validation,
+    with_linked_images,
 )
 from perdure.spi.sessions import TurnStream
 
@@ -157,6 +158,9 @@ class WebSocketConnection:
             if account is not None and (over := await account.admit()) is not None:
                 raise rate_limited(over.why, over.retry_after)
             with self._app_state.server.in_flight.admit(self._app_state.server.limits.requests):
+                sent = text.encode("utf-8", "surrogatepass")
+                fetched = await with_linked_images(sent, self._app_state.server, self._caller.namespace)
+                text = text if fetched is sent else fetched.decode()
                 # In a thread: a long message takes long to read, and every client waits for the event loop.
                 in_thread = self._app_state.server.read if len(text) > LARGE else self._app_state.server.call
                 body, generates = await in_thread(self._parsed, text)

@@ -33,6 +33,7 @@ from perdure.errors import (
     StateError,
     StoreError,
     StoreFullError,
+    TooLargeError,
     TurnKeptError,
 )
 
@@ -295,6 +296,7 @@ BY_CLASS: tuple[tuple[type[PerdureError], int, str, str], ...] = (
     (SessionError, 409, "invalid_request_error", "session_error"),
     (ModelNotFoundError, 404, "not_found_error", "model_not_found"),
     (InvalidInputError, 400, "invalid_request_error", "invalid_value"),
+    (TooLargeError, 400, "invalid_request_error", "too_large"),
     (CannotRewindError, 409, "invalid_request_error", "cannot_rewind"),
     (BusyError, 429, "rate_limit_error", "queue_full"),
     (StateError, 422, "invalid_request_error", "unusable_state"),

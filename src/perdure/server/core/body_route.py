@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Coroutine
-from typing import Any, get_type_hints
+from typing import Any, cast, get_type_hints
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
@@ -19,6 +19,7 @@ from fastapi.routing import APIRoute
 from pydantic import ValidationError
 from starlette.responses import Response
 
+from perdure.extension import part
 from perdure.server.core.schemas import RequestSchema
 from perdure.server.core.server_state import ServerState
 
@@ -38,13 +39,22 @@ class BodyRoute(APIRoute):
             return handle
 
         async def read_first(request: Request) -> Response:
-            body = await request.body()
-            if len(body) > LARGE:
-                state: ServerState = request.app.state.server
+            state: ServerState = request.app.state.server
+            sent = await request.body()
+            body = await with_linked_images(sent, state, request.state.namespace)
+            if len(body) > LARGE or body is not sent:
                 request = _ReadRequest(request, body, await state.read(read_body, schema, body, state))
             return await handle(request)
 
         return read_first
+
+
+async def with_linked_images(body: bytes, state: ServerState, namespace: str) -> bytes:
+    """A body as if its client had sent the images behind URLs, where the operator has named their hosts."""
+    if not state.image_hosts:
+        return body
+    fetch = part("images behind URLs", "images")
+    return cast("bytes", await fetch(body, state.image_hosts, namespace, state.limits.body_bytes))
 
 
 class _ReadRequest(Request):

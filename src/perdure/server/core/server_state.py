@@ -183,6 +183,8 @@ class ServerState:
     """Patterns of further names for the model."""
     origins: tuple[str, ...] = ()
     """Pages of other sites that may use it."""
+    image_hosts: tuple[str, ...] = ()
+    """Where images of requests are fetched from."""
     strict: bool = False
     conversations: bool = True
     """Whether conversations that clients name by their headers are kept as sessions."""

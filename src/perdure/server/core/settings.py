@@ -153,6 +153,7 @@ class LiveSettings:
     limits: Limits
     hosts: AllowedHosts | None
     origins: tuple[str, ...]
+    image_hosts: tuple[str, ...]
     aliases: tuple[str, ...]
     strict: bool
     conversations: bool
