@@ -26,6 +26,7 @@ in a container or a unit
 A wrong key takes as long to refuse as
 Slow bodies, slow readers, headers and connections are bounded
 An application that Ray's own config file starts (`perdure.ext.cluster.ray.application:application`)
+A program of another user of the machine can
 What is shared is the machine: a busy neighbour
 **Hosts and origins.** A browser can reach a server
 what

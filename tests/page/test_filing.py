@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,10 +16,17 @@ from page.test_look import check_accessible
 from page.test_talk import kept_turn
 from page.user import User
 from page.words import open_words
+from perdure.engine_config import EngineConfig
+from perdure.models import catalogue
 from perdure.server.core.keys import Keys, new_key
-from server.live_server import LiveServer, hello, live_server
+from perdure.server.pool import ModelPool
+from server.live_server import LiveServer, hello, live_server, opened
 from server.test_pool import served as served_pool
 from server.test_pool import spec
+from server.test_pulls import hub
+from serving import Site, put_repo
+
+__all__ = ["hub"]
 
 SIZES = [(1440, 900), (1024, 768), (390, 844)]
 
@@ -217,9 +227,13 @@ def test_a_better_model_is_shown_with_the_command_or_a_download(open_page: OpenP
             "total": 120,
         }
         more = {"error": "", "started": 1.0, "ended": None}
-        pull = "**/v1/models/pull"
-        # What comes from the hub is the server's own test.
-        user.page.route(pull, lambda route: route.fulfill(status=200, json={**told, **more}))
+        pull = {**told, **more, "serves": ""}
+
+        def under_way(route: Route) -> None:
+            route.fulfill(json={**route.fetch().json(), "pull": pull})
+
+        user.page.route("**/v1/models/pull", lambda route: route.fulfill(status=200, json=pull))
+        user.page.route("**/v1/catalogue", under_way)
         user.page.get_by_label("Key", exact=True).fill(secret)
         user.button("Use this key").click()
         models = user.page.get_by_role("list", name="Models to choose from")
@@ -237,6 +251,57 @@ def test_a_better_model_is_shown_with_the_command_or_a_download(open_page: OpenP
         dialog = user.page.get_by_role("dialog", name="Get a better model")
         expect(dialog.get_by_role("heading", level=3).first).to_be_visible()
         check_accessible(user)
+
+
+@pytest.mark.parametrize("size", [(1440, 900), (390, 844)])
+def test_a_model_is_downloaded_and_used_without_a_restart(
+    open_page: OpenPage,
+    zoo_path: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    hub: Site,
+    size: tuple[int, int],
+) -> None:
+    """On a server without keys, by its own page."""
+    model = catalogue.find("smollm2:360m")
+    assert model is not None
+    put_repo(hub, model.repo, {model.file: zoo_path("llama").read_bytes()})
+    source = "worker.engines:full"
+    with (
+        opened(source, store=tmp_path / "store", isolated=True) as rt,
+        closing(ModelPool.of_runtime("toy", rt, source=source, config=EngineConfig(n_ctx=512))) as pool,
+        live_server(rt, pool=pool) as server,
+    ):
+        user = sized(open_page, server, size)
+        user.pick("Model: toy", "Get a better model")
+        dialog = user.page.get_by_role("dialog", name="Get a better model")
+        expect(dialog.get_by_role("heading", level=3).first).to_be_visible()
+        if (more := dialog.get_by_role("button", name="that this machine has too little")).count():
+            more.click()
+        card = dialog.locator(".model-card").filter(
+            has=user.page.get_by_role("heading", name=model.name, exact=True)
+        )
+        hub.pages[f"/{model.repo}/resolve/main/{model.file}"].hold = hold = threading.Event()
+        try:
+            user.button("Download", card).click()
+            expect(card.get_by_role("progressbar", name=f"Download of {model.name}")).to_be_visible()
+            check_accessible(user)
+        finally:
+            hold.set()
+        # By the keyboard alone.
+        user.button("Use it", card).focus()
+        check_accessible(user)
+        user.page.keyboard.press("Enter")
+        expect(dialog).to_have_count(0)
+        label = model.file.removesuffix(".gguf")
+        expect(user.page.get_by_role("button", name=f"Model: {label}")).to_be_visible()
+        user.set(max_tokens="4")
+        user.ask("Who answers?")
+        with server.client() as client:
+            states = {each["id"]: each["state"] for each in client.get("/v1/models").json()["data"]}
+        assert states[label] == "ready"
+        user.page.reload()
+        expect(user.page.get_by_role("button", name=f"Model: {label}")).to_be_visible()
 
 
 def test_settings_have_values_ranges_and_a_sentence(open_page: OpenPage, served: LiveServer) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,18 @@ import pytest
 
 import gguf_bytes as g
 from decode.observed import toy
+from perdure.engine_config import EngineConfig
 from perdure.errors import InvalidInputError, ModelNotFoundError
+from perdure.models import catalogue
 from perdure.models.puller import Puller
 from perdure.server.core.keys import Keys, new_key
-from server.live_server import PATIENCE, LiveServer, live_server, opened
+from perdure.server.core.settings import AllowedHosts
+from perdure.server.pool import ModelPool
+from server.live_server import PATIENCE, LiveServer, hello, live_server, opened
 from serving import Site, put_repo, site
 
 PULL = "/v1/models/pull"
+CHAT = "/v1/chat/completions"
 MODEL = g.tiny(data=bytes(range(256)) * 4096)
 FILE = "/me/one/resolve/main/one-Q8_0.gguf"
 
@@ -178,3 +184,86 @@ def test_the_catalogue_says_what_can_be_fetched_by_name(
         models = client.get("/v1/catalogue").raise_for_status().json()["data"]
         assert [model["recommended"] for model in models].count(True) == 1
         assert all(model["name"] and model["fit"] and model["nbytes"] > 0 for model in models)
+
+
+def test_what_was_pulled_is_asked_for_at_once(
+    hub: Site, zoo_path: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """By the name under which it was pulled and by that of its file, beside the model that was there."""
+    (secret, key), (other, second) = new_key("metrics"), new_key("ann")
+    put_repo(hub, "me/real", {"real-Q8_0.gguf": zoo_path("gemma3").read_bytes()})
+    source = "worker.engines:full"
+    with (
+        opened(source, store=tmp_path / "store") as rt,
+        closing(ModelPool.of_runtime("toy", rt, source=source, config=EngineConfig(n_ctx=512))) as pool,
+        live_server(rt, keys=Keys([key, second]), pool=pool) as live,
+        live.client(secret) as operator,
+        live.client(other) as ann,
+    ):
+        assert ann.post(CHAT, json=hello(model="me/real")).status_code == 404
+        pulled = lines(operator.post("/api/pull", json={"model": "me/real"}))
+        assert pulled[-1] == {"status": "success"}
+        assert operator.get(PULL).json()["serves"] == "real-Q8_0"
+        assert [each["id"] for each in ann.get("/v1/models").json()["data"]] == ["toy", "real-Q8_0"]
+        for name in ("me/real", "real-Q8_0", "toy", "real-Q8_0"):
+            answer = ann.post(CHAT, json=hello(model=name))
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["model"] == ("toy" if name == "toy" else "real-Q8_0")
+        # Pulled again, it is the one that is there.
+        assert lines(operator.post("/api/pull", json={"model": "me/real"}))[-1] == {"status": "success"}
+        assert len(ann.get("/v1/models").json()["data"]) == 2
+
+
+@pytest.fixture
+def keyless(hub: Site) -> Iterator[LiveServer]:
+    """A server without keys, and a hub that has a model of the catalogue."""
+    model = catalogue.find("smollm2:360m")
+    assert model is not None
+    put_repo(hub, model.repo, {model.file: MODEL})
+    with opened(toy()) as rt, live_server(rt) as server:
+        yield server
+
+
+OWN_PAGE = {"sec-fetch-site": "same-origin"}
+
+
+def test_without_keys_its_own_page_fetches_what_the_catalogue_has(keyless: LiveServer) -> None:
+    with keyless.client() as client:
+        assert client.get("/v1/catalogue", headers=OWN_PAGE).json()["may_pull"] is True
+        assert client.get("/v1/catalogue").json()["may_pull"] is False
+        page = {**OWN_PAGE, "origin": keyless.url}
+        assert client.post(PULL, json={"model": "me/one"}, headers=page).status_code == 403
+        assert keyless.state.puller.latest is None
+        assert client.post(PULL, json={"model": "smollm2:360m"}, headers=page).status_code == 202
+        assert ended(keyless).state == "done"
+        known = client.get("/v1/catalogue", headers=OWN_PAGE).json()["pull"]
+        assert (known["model"], known["state"]) == ("smollm2:360m", "done")
+        assert client.get(PULL).status_code == 403
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"sec-fetch-site": "none"},
+        {"sec-fetch-site": "cross-site"},
+        {"sec-fetch-site": "same-site"},
+        {**OWN_PAGE, "origin": "http://evil.example"},
+        {**OWN_PAGE, "host": "evil.example"},
+        {**OWN_PAGE, "x-forwarded-for": "10.0.0.9"},
+        {**OWN_PAGE, "forwarded": "for=10.0.0.9"},
+        {**OWN_PAGE, "via": "1.1 proxy"},
+        {**OWN_PAGE, "host": "chat.example.org"},
+    ],
+)
+def test_without_keys_nobody_else_has_a_model_fetched(keyless: LiveServer, headers: dict[str, str]) -> None:
+    keyless.state.hosts = AllowedHosts(further=["chat.example.org"])
+    with keyless.client() as client:
+        for answer in (
+            client.post(PULL, json={"model": "smollm2:360m"}, headers=headers),
+            client.delete(PULL, headers=headers),
+        ):
+            assert answer.status_code == 403, answer.text
+        keyless.state.page = False
+        assert client.post(PULL, json={"model": "smollm2:360m"}, headers=OWN_PAGE).status_code == 403
+    assert keyless.state.puller.latest is None

@@ -7,7 +7,7 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,12 @@ import pytest
 
 import perdure
 from perdure import Runtime
+from perdure.engine_config import EngineConfig
+from perdure.server.pool import ModelPool
 from perdure.worker.remote import RemoteBackend
 from perdure.worker.restart_policy import RestartPolicy
 from server.live_server import LiveServer, hello, live_server, opened
+from server.pool.test_pool import say, spec
 
 CHAT = "/v1/chat/completions"
 OTHERS = ("gemma3", "mamba", "jamba")
@@ -199,3 +202,21 @@ def test_a_store_changes_its_model_at_random_under_load_and_no_conversation_lose
             assert (warm.text, warm.raw.tokens) == (cold.text, cold.raw.tokens)
             reused[model] += warm.reuse.reused
     assert all(reused.values()), reused
+
+
+@pytest.mark.parametrize("isolated", [SWIFT, False], ids=["process", "in-process"])
+def test_a_server_of_one_model_gets_a_second_one(tmp_path: Path, isolated: RestartPolicy | bool) -> None:
+    source = "worker.engines:full"
+    with (
+        perdure.open(source, n_ctx=512, slots=2, store=tmp_path, isolated=isolated) as rt,
+        closing(ModelPool.of_runtime("a", rt, source=source, config=EngineConfig(n_ctx=512))) as pool,
+    ):
+        assert say(pool, pool.default, "a", "hello").kept
+        b = pool.add(spec("b", "hybrid"))
+        assert pool.room is not None
+        for number in range(2):
+            assert say(pool, b, "b", f"message {number}").kept
+            assert say(pool, pool.default, "a", f"message {number}").kept
+    with perdure.open("worker.engines:hybrid", n_ctx=512, slots=2, store=tmp_path) as rt:
+        assert [rt.session(name).turns for name in ("a", "b")] == [3, 2]
+        assert rt.session("b").say("and on", max_tokens=4, temperature=0).usage.cached_tokens > 0

@@ -266,6 +266,13 @@ export interface Pull {
   completed: number;
   total: number | null;
   error: string;
+  serves: string;
+}
+
+export interface Catalogue {
+  data: CatalogueEntry[];
+  may_pull: boolean;
+  pull: Pull | null;
 }
 
 export interface List<T> {

@@ -31,6 +31,9 @@ class Pull:
     total: int | None = None
     """Bytes in all; None before that is known."""
     error: str = ""
+    """Why it failed; of one that is done, why it is not served."""
+    serves: str = ""
+    """The name of the model that can be asked for since it is done."""
     started: float = 0.0
     ended: float | None = None
 
@@ -48,6 +51,8 @@ class Puller:
 
     def __init__(self, fetch: Callable[[str, Progress], object] = local_models.pull) -> None:
         self._fetch = fetch
+        self.arrived: Callable[[str, str], str] | None = None
+        """Has what was pulled under a name served, from where it is: what it is called then."""
         self._changed = threading.Condition()
         self._latest: Pull | None = None
         self._unwanted = False
@@ -94,8 +99,15 @@ class Puller:
                     raise _CancelledError
                 self._set(completed=done, total=total)
 
+        serves = error_told = ""
         try:
-            self._fetch(name, progress)
+            place = self._fetch(name, progress)
+            if self.arrived is not None:
+                try:
+                    serves = self.arrived(name, str(place))
+                except PerdureError as error:
+                    error_told = f"the model is here, and is not served: {error}"
+                    log.warning("%s: %s", name, error_told)
         except _CancelledError:
             self._end("cancelled")
         except PerdureError as error:
@@ -105,11 +117,11 @@ class Puller:
             log.exception("a model could not be fetched")
             self._end("failed", f"{type(error).__name__}: the log of the server says more")
         else:
-            self._end("done")
+            self._end("done", error_told, serves)
 
-    def _end(self, state: PullState, error: str = "") -> None:
+    def _end(self, state: PullState, error: str = "", serves: str = "") -> None:
         with self._changed:
-            self._set(state=state, error=error, ended=time.time())
+            self._set(state=state, error=error, serves=serves, ended=time.time())
 
     def _set(self, **changed: object) -> None:
         """With the lock held."""

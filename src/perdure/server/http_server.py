@@ -133,7 +133,7 @@ class HttpServer(uvicorn.Server):
         if self._state.debug:
             self.loop_watch = LoopWatch(self._loop)
             self._watching.enter_context(self.loop_watch.watching())
-        self._read_engine_in(self._loop)
+        self._state.models.attach_loop(self._loop)
         # What the first call in a thread imports, and that thread: not while the first client waits.
         await anyio.to_thread.run_sync(lambda: None)
         await super().startup(sockets)
@@ -152,7 +152,7 @@ class HttpServer(uvicorn.Server):
         finally:
             ending.cancel()
             await self._state.work(self._state.save)
-            self._read_engine_in(None)
+            self._state.models.attach_loop(None)
             self._watching.close()
 
     async def _drain(self) -> None:
@@ -163,11 +163,6 @@ class HttpServer(uvicorn.Server):
         drain.begin(seconds)
         while not drain.is_over(seconds) and not state.stopping and not self.force_exit:
             await asyncio.sleep(0.05)
-
-    def _read_engine_in(self, loop: asyncio.AbstractEventLoop | None) -> None:
-        """Have the tokens of an engine in another process come straight to the loop that sends them on."""
-        for runtime in self._state.models.runtimes:
-            runtime.backend.attach_loop(loop)
 
     def stop(self, *, now: bool = False) -> None:
         """Have it stop, from any thread; `now` without waiting for replies."""

@@ -77,7 +77,7 @@ from perdure.server.core.server_state import ServedModel, ServerService, ServerS
 from perdure.server.core.settings import Limits, ReplyDefaults
 from perdure.server.core.visit import Caller, Sign, Visit
 from perdure.server.http_server import check_address
-from perdure.server.pool import PooledModel, parse_duration
+from perdure.server.pool import PooledModel, model_files, parse_duration, spec_of_file
 from perdure.server.protocols.chat import ChatRequest, check_chat_options, extension, reply_request
 from perdure.server.protocols.image_input import KEPT, image_of_base64, image_of_url
 from perdure.server.protocols.messages.answers import call_input
@@ -199,6 +199,7 @@ __all__ = [
     "is_id",
     "is_operator",
     "logprobs_of",
+    "model_files",
     "named_conversations",
     "named_event",
     "new_key",
@@ -214,6 +215,7 @@ __all__ = [
     "reply_request",
     "served",
     "session_id",
+    "spec_of_file",
     "stopping",
     "streamed",
     "submit_turn",

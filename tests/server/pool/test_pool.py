@@ -18,7 +18,7 @@ import pytest
 import perdure
 from perdure.backend import BlockStorage
 from perdure.engine_config import EngineConfig
-from perdure.errors import InvalidInputError, PerdureError, StoreLockedError
+from perdure.errors import InvalidInputError, ModelNotFoundError, PerdureError, StoreLockedError
 from perdure.server.pool import ModelPool, ModelSpec, PooledModel
 from perdure.worker.restart_policy import RestartPolicy
 
@@ -290,3 +290,26 @@ def test_another_program_of_the_store_uses_the_first_model(tmp_path: Path) -> No
         a = pool.models["a"]
         assert a.is_ready
         assert len(a.runtime.session("s").history()) == 2
+
+
+def test_a_model_is_added_and_removed_beside_those_that_are_used(tmp_path: Path) -> None:
+    with opened(spec("a"), store=tmp_path, memory=8 << 20) as pool:
+        a = pool.default
+        assert say(pool, a, "a", "hello").kept
+        b = pool.add(spec("b", "hybrid"))
+        assert pool.add(spec("again", "hybrid")) is b, "a copy is the one that is there"
+        with pytest.raises(InvalidInputError, match="there is a model b already"):
+            pool.add(spec("b", "sliding"))
+        assert say(pool, b, "b", "hello").kept
+        tokens = b.runtime.session("b").token_count
+        asyncio.run(pool.acquire(b))
+        assert not pool.remove(b), "somebody uses it"
+        pool.release(b)
+        until(lambda: pool.remove(b))
+        assert list(pool.models) == ["a"]
+        with pytest.raises(ModelNotFoundError):
+            pool.try_acquire(b)
+        assert not pool.remove(a), "the first one is meant where nobody names one"
+        back = pool.add(spec("b", "hybrid"))
+        assert say(pool, back, "b", "and on").usage.cached_tokens >= tokens - 1
+        assert say(pool, a, "a", "and on").kept

@@ -2,7 +2,8 @@
 
 import { Check, Copy as CopyIcon, Download } from "lucide-preact";
 import { useEffect, useState } from "preact/hooks";
-import { ApiError, get, hasKey, path, post, remove, type CatalogueEntry, type List, type Pull } from "../api";
+import { get, path, post, remove, type Catalogue as Models, type CatalogueEntry, type Pull } from "../api";
+import { chooseModel, readModels } from "../models";
 import { notify, notifyError } from "../notices";
 import { IconButton } from "../parts/Icon";
 import { bytes, count, texts } from "../texts";
@@ -11,53 +12,58 @@ import { Dialog } from "./Dialog";
 const words = texts.models;
 const EVERY = 1000;
 
-export function BetterModel({ onClose }: { onClose: () => void }) {
+export function BetterModel({ session, onClose }: { session: string | null; onClose: () => void }) {
   return (
     <Dialog title={words.better} onClose={onClose} wide>
       <p class="hint">{words.betterNote}</p>
-      <Catalogue />
+      <Catalogue session={session} onUse={onClose} />
     </Dialog>
   );
 }
 
-/** The latest download of the server; null for those who may not have it fetch anything. */
-function usePull(): [Pull | null | undefined, (pull: Pull) => void] {
-  const [pull, show] = useState<Pull | null | undefined>(undefined);
+/** The models, and the latest download of the server: null for those who may not have it fetch anything. */
+function useModels(): [CatalogueEntry[], Pull | null | undefined, (pull: Pull) => void] {
+  const [models, list] = useState<CatalogueEntry[]>([]);
+  const [pull, show] = useState<Pull | null | undefined>(null);
+  const running = pull?.state === "running" && pull.model;
   useEffect(() => {
-    // A server without keys fetches nothing for anybody.
-    if (!hasKey.value) return show(null);
     let open = true;
-    let timer = 0;
-    const read = async () => {
-      try {
-        const latest = await get<Pull>(path("models", "pull"));
-        if (!open) return;
-        show(latest);
-        if (latest.state === "running") timer = window.setTimeout(() => void read(), EVERY);
-      } catch (error) {
-        // 404: nothing was fetched yet, and it may be.
-        if (open && error instanceof ApiError && error.status === 404) show(undefined);
-        else if (open) show(null);
-      }
-    };
-    void read();
+    get<Models>(path("catalogue")).then((known) => {
+      if (!open) return;
+      list(known.data);
+      show(known.may_pull ? (known.pull ?? undefined) : null);
+    }, () => {});
+    // What has come is one of the server's models.
+    if (pull?.serves) void readModels().catch(() => {});
     return () => {
       open = false;
-      clearTimeout(timer);
     };
-  }, [pull?.state === "running" && pull.model]);
-  return [pull, show];
+  }, [pull?.serves]);
+  useEffect(() => {
+    if (!running) return;
+    const timer = window.setInterval(() => void get<Pull>(path("models", "pull")).then(show, () => {}), EVERY);
+    return () => clearInterval(timer);
+  }, [running]);
+  return [models, pull, show];
 }
 
-export function Catalogue() {
-  const [models, list] = useState<CatalogueEntry[]>([]);
+interface CatalogueGiven {
+  session?: string | null;
+  /** The model that was fetched is chosen, for this conversation and for new ones. */
+  onUse?: () => void;
+}
+
+export function Catalogue({ session = null, onUse = () => {} }: CatalogueGiven) {
   const [all, showAll] = useState(false);
-  const [pull, show] = usePull();
-  useEffect(() => {
-    get<List<CatalogueEntry>>(path("catalogue")).then((page) => list(page.data), () => {});
-  }, []);
+  const [models, pull, show] = useModels();
   const fitting = models.filter((model) => model.fit !== "not");
   const shown = all || !fitting.length ? models : fitting;
+  const use = (model: string) =>
+    void readModels().then(() => {
+      chooseModel(session, model);
+      notify(words.used(model));
+      onUse();
+    }, notifyError);
   const start = (name: string) => void post<Pull>(path("models", "pull"), { model: name }).then(show, notifyError);
   const stop = () => void remove(path("models", "pull")).then(() => pull && show({ ...pull, state: "cancelled" }), notifyError);
   return (
@@ -78,7 +84,7 @@ export function Catalogue() {
               <Fact name={texts.machine.context} value={count(model.context)} />
               <Fact name={words.licence} value={model.licence} />
             </dl>
-            <Way model={model} pull={pull} onStart={start} onStop={stop} />
+            <Way model={model} pull={pull} onStart={start} onStop={stop} onUse={use} />
           </li>
         ))}
       </ul>
@@ -105,12 +111,24 @@ interface WayGiven {
   pull: Pull | null | undefined;
   onStart: (name: string) => void;
   onStop: () => void;
+  onUse: (model: string) => void;
 }
 
 /** A button for those whose key may have the server fetch something; the command for everybody else. */
-function Way({ model, pull, onStart, onStop }: WayGiven) {
-  if (model.served) return null;
+function Way({ model, pull, onStart, onStop, onUse }: WayGiven) {
   const mine = pull?.model === model.name ? pull : null;
+  if (mine?.state === "done" && mine.serves)
+    return (
+      <div class="way">
+        <p class="hint">
+          <Check size={15} aria-hidden="true" /> {words.served}
+        </p>
+        <button type="button" onClick={() => onUse(mine.serves)}>
+          {words.use}
+        </button>
+      </div>
+    );
+  if (model.served) return null;
   if (mine?.state === "running") {
     const share = mine.total ? Math.floor((100 * mine.completed) / mine.total) : 0;
     return (
@@ -133,6 +151,7 @@ function Way({ model, pull, onStart, onStop }: WayGiven) {
         <p class="hint">
           <Check size={15} aria-hidden="true" /> {words.done}
         </p>
+        {mine.error && <p class="problem">{mine.error}</p>}
         <Command text={`perdure serve ${model.name}`} />
       </div>
     );

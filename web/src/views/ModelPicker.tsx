@@ -87,7 +87,7 @@ export function ModelPicker({ talk }: { talk: Conversation }) {
           </>
         )}
       </Menu>
-      {better && <BetterModel onClose={() => showBetter(false)} />}
+      {better && <BetterModel session={talk.name} onClose={() => showBetter(false)} />}
     </>
   );
 }

@@ -28,6 +28,7 @@ from perdure.cli.output.terminal import agrees, note
 from perdure.cli.runtime import keys_in, usual_store
 from perdure.engine_config import STORE_BYTES, engine_options
 from perdure.errors import InvalidInputError
+from perdure.extension import optional_part
 
 if TYPE_CHECKING:
     import socket
@@ -265,6 +266,9 @@ def serve(
         server_state.change(settings_now)
         set_log_level(live.log_level)
         resources.callback(known.usage.save)
+        watch = optional_part("watch of model folders")
+        if watch is not None and selection is not None and selection.folders:
+            resources.enter_context(watch(server_state, selection.folders, template=engine.template))
         if listen.unix_socket is not None:
             resources.callback(listen.unix_socket.unlink, missing_ok=True)
         _announce(server_state, listening, kept, config, isolated=isolated)
@@ -368,7 +372,9 @@ def _one(
     )
     resources.enter_context(runtime)
     name = chosen.name or opener.label(source)
-    pool = ModelPool.of_runtime(name, runtime, keep_alive=keep_alive)
+    # Adapters, and options of extensions such as a draft, are of this model alone.
+    others = replace(config, adapters=None, extended={})
+    pool = ModelPool.of_runtime(name, runtime, source=source, config=others, keep_alive=keep_alive)
     resources.callback(pool.close)
     return {
         "runtime": runtime,

@@ -6,7 +6,7 @@ from collections import Counter
 from importlib.metadata import version
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Path, Query
+from fastapi import APIRouter, Path, Query, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
@@ -29,6 +29,7 @@ from perdure.server.core.schemas import (
     errors,
 )
 from perdure.server.pool import PooledModel
+from perdure.server.protocols.pulls import PullAnswer, may_pull
 
 
 class SlotAnswer(ResponseSchema):
@@ -137,6 +138,10 @@ class CatalogueEntry(ResponseSchema):
 class CatalogueList(ResponseSchema):
     object: Literal["list"] = "list"
     data: list[CatalogueEntry]
+    may_pull: bool
+    """Whether you may have the server fetch one."""
+    pull: PullAnswer | None
+    """The pull that runs, or the last one, for those who may."""
 
 
 class ReportSums(ResponseSchema):
@@ -176,13 +181,14 @@ router = APIRouter(prefix="/v1", tags=["machine"])
 
 
 @router.get("/catalogue", responses=errors())
-async def catalogue(app_state: AppStateDep) -> CatalogueList:
+async def catalogue(request: Request, app_state: AppStateDep, caller: CallerDep) -> CatalogueList:
     """The models that have a short name, the best for this machine first. `perdure pull NAME` on it fetches
     one, and so does `POST /v1/models/pull` with a key of the operator."""
-    return await app_state.call(_catalogue, app_state)
+    return await app_state.call(_catalogue, app_state, may_pull(request, app_state, caller))
 
 
-def _catalogue(app_state: AppState) -> CatalogueList:
+def _catalogue(app_state: AppState, allowed: bool) -> CatalogueList:
+    pull = app_state.server.puller.latest if allowed else None
     best, models = recommended(), app_state.server.models.all()
     return CatalogueList(
         data=[
@@ -196,7 +202,9 @@ def _catalogue(app_state: AppState) -> CatalogueList:
                 memory_bytes=model.memory,
             )
             for model, fit in ranked()
-        ]
+        ],
+        may_pull=allowed,
+        pull=None if pull is None else PullAnswer.model_validate(pull),
     )
 
 

@@ -31,7 +31,7 @@ from perdure.server.core.metrics import UsageLedger
 from perdure.server.core.reasoning_cipher import ReasoningCipher
 from perdure.server.core.settings import AllowedHosts, Limits, LiveSettings, ReplyDefaults
 from perdure.server.core.visit import STOPPED, Sign, Visit
-from perdure.server.pool import ModelPool, PooledModel
+from perdure.server.pool import ModelPool, ModelSpec, PooledModel, label_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -228,6 +228,7 @@ class ServerState:
             nbytes=model_bytes,
         )
         self.models = ModelDirectory(self, first, pool=pool, own_aliases=own_aliases)
+        self.puller.arrived = self.models.add_pulled
         self.sessions = runtime.sessions
         """Those of all models."""
         self.ledger = UsageLedger(self.models.loaded_runtimes, folder=self.sessions.store.own_folder())
@@ -370,10 +371,36 @@ class ModelDirectory:
         self.first = first
         self.pool = pool
         self._own_aliases = tuple(own_aliases)
+        self._loop: asyncio.AbstractEventLoop | None = None
         self.names: dict[str, dict[str, str]] = {}
         """Names that clients gave models, each with the model's own, by namespace."""
         self.warming: WeakKeyDictionary[Runtime, threading.Thread] = WeakKeyDictionary()
         """The threads that start services, or have started them, by model."""
+
+    def add(self, spec: ModelSpec) -> PooledModel:
+        """Serve one more model from now on; a copy of one that is here is that one."""
+        if self.pool is None:
+            raise InvalidInputError("this server has no pool of models: its next start can serve it")
+        model = self.pool.add(spec)
+        model.backend.attach_loop(self._loop)
+        return model
+
+    def add_pulled(self, name: str, source: str) -> str:
+        """Serve a model that was fetched under `name` from now on, and return its own name. Both mean it, and
+        so do those of the catalogue."""
+        label = label_of(source)
+        free = all(each.name != label or each.source == source for each in self.pooled)
+        model = self.add(ModelSpec(name=label if free else name, source=source))
+        if name not in (model.name, *names_of(source)):
+            self._own_aliases = (*self._own_aliases, f"{name}={model.name}")
+        return model.name
+
+    def attach_loop(self, loop: asyncio.AbstractEventLoop | None) -> None:
+        """Have the tokens of engines in other processes come straight to the loop that sends them on, also
+        those of models that are added."""
+        self._loop = loop
+        for runtime in self.runtimes:
+            runtime.backend.attach_loop(loop)
 
     @property
     def pooled(self) -> list[PooledModel]:
@@ -455,7 +482,8 @@ class ModelDirectory:
         name = self._find_model(base, namespace) if base else None
         if name is None or adapter not in self._adapters_of(name):
             name = self._find_model(model_name, namespace)
-        if name is None:
+        model = self.pool.models.get(name) if self.pool is not None and name is not None else None
+        if name is None or (model is None and self.pool is not None):
             names = [model.name for model in self.pooled] or [self.first.name]
             has = repr(names[0]) if len(names) == 1 else ", ".join(map(repr, names[:20]))
             target = "" if len(names) == 1 else f"={names[0]}"
@@ -466,20 +494,22 @@ class ModelDirectory:
                 code="model_not_found",
                 param="model",
             )
-        return None if self.pool is None else self.pool.models[name]
+        return model
 
     def _adapters_of(self, name: str) -> Mapping[str, float]:
         """The adapters that clients may name with the model of that name."""
-        several = self.pool is not None and len(self.pool.models) > 1
-        return self.pool.models[name].adapters if several and self.pool is not None else self.first.adapters
+        if self.pool is None or name == self.first.name:
+            return self.first.adapters
+        model = self.pool.models.get(name)
+        return {} if model is None else model.adapters
 
     def _find_model(self, model_name: str, namespace: str) -> str | None:
         """The own name of the model that is meant, if there is one."""
         plain = model_name.removesuffix(":latest")
         first = self.pool.default.name if self.pool is not None else self.first.name
         names = {self.first.name: self.first.short_names}
-        if self.pool is not None and len(self.pool.models) > 1:
-            names = {model.name: names_of(model.source) for model in self.pooled}
+        for model in self.pooled:
+            names.setdefault(model.name, names_of(model.source))
         if plain in ("", "default"):
             return first
         for name, short in names.items():

@@ -5,10 +5,13 @@ from perdure.server.pool.spec import (
     ModelSpec,
     Selection,
     check_aliases,
+    label_of,
+    model_files,
     named_adapter,
     parse_duration,
     parse_size,
     read_selection,
+    spec_of_file,
     with_adapters,
 )
 
@@ -20,9 +23,12 @@ __all__ = [
     "Selection",
     "check_aliases",
     "facts_of",
+    "label_of",
+    "model_files",
     "named_adapter",
     "parse_duration",
     "parse_size",
     "read_selection",
+    "spec_of_file",
     "with_adapters",
 ]

@@ -1,4 +1,4 @@
-"""Which models are loaded: on request, within one memory budget, and how long they stay."""
+"""Which models there are, which are loaded within one memory budget, and how long they stay."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from perdure.backend import Backend, BlockStorage, Residence
 from perdure.engine import registry
 from perdure.engine.adapters import absolute_names
 from perdure.engine_config import N_CTX, EngineConfig
-from perdure.errors import ClosedError, InvalidInputError, PerdureError
+from perdure.errors import ClosedError, InvalidInputError, ModelNotFoundError, PerdureError
 from perdure.events.background import BackgroundThread
 from perdure.models.ways_to_open import Room, memory_needed
 from perdure.runtime import Runtime
-from perdure.server.pool.spec import ModelSpec, check_copies
+from perdure.server.pool.spec import ModelSpec, check_copies, is_copy
 from perdure.sessions.store.base import SessionStore
 from perdure.sessions.store.registry import open_store
 from perdure.store.owner import StoreLock
@@ -75,6 +75,16 @@ def facts_of(backend: Backend) -> ModelFacts:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sharing:
+    """What the models of a pool have in common."""
+
+    sessions: SessionStore
+    storage: BlockStorage
+    config: EngineConfig
+    restart_policy: RestartPolicy | None = None
+
+
 class PooledModel(Residence):
     """One model of a pool: its users, and whether it is loaded.
 
@@ -97,6 +107,8 @@ class PooledModel(Residence):
         self.is_ready = False
         self.draining = False
         """Whether new requests wait because it is about to go."""
+        self.removed = False
+        """Whether the pool does not have it any more."""
         self.leases = 0
         self.waiters: list[_Waiter] = []
         self.idle_since = time.monotonic()
@@ -208,6 +220,7 @@ class ModelPool:
     Always holds: what is loaded fits into `room` by prediction, or is one model alone; models that wait for
     room get it in the order in which they asked; a model that others wait for is not taken from those it
     serves before it served for as long as its loading took, so at most half of the time is spent loading.
+    `models` is replaced, never changed, when one is added or removed.
     """
 
     def __init__(self, room: Room | None = None, *, keep_alive: float = _FOR_EVER) -> None:
@@ -220,6 +233,7 @@ class ModelPool:
         """Those that wait for room, the first that asked first."""
         self._closing = False
         self._held = ExitStack()
+        self._sharing: _Sharing | None = None
         self._thread = BackgroundThread(self._tidy, name="perdure-pool", restart=True)
         self._thread.start()
 
@@ -250,8 +264,14 @@ class ModelPool:
                 pool._held.callback(lock.release)
             sessions = open_store(store)
             pool._held.callback(sessions.close)
+            pool._sharing = _Sharing(
+                sessions=sessions,
+                storage=storage,
+                config=config or EngineConfig(),
+                restart_policy=restart_policy,
+            )
             for spec in specs:
-                pool._add(spec, sessions, storage, config or EngineConfig(), restart_policy)
+                pool._add(spec, pool._sharing)
             pool._check_room(explicit=memory is not None)
             if lock is not None:
                 # Another process that opens the store gets the first model.
@@ -267,10 +287,25 @@ class ModelPool:
         return pool
 
     @classmethod
-    def of_runtime(cls, name: str, runtime: Runtime, *, keep_alive: float = _FOR_EVER) -> ModelPool:
-        """A pool of one model that is loaded already. The caller that opened its runtime closes it."""
+    def of_runtime(
+        cls,
+        name: str,
+        runtime: Runtime,
+        *,
+        source: str = "",
+        config: EngineConfig | None = None,
+        keep_alive: float = _FOR_EVER,
+    ) -> ModelPool:
+        """A pool of one model that is loaded already. The caller that opened its runtime closes it after the
+        pool. `config` is for models that are added."""
         pool = cls(keep_alive=keep_alive)
-        model = PooledModel(pool, name, runtime)
+        model = PooledModel(pool, name, runtime, source=source)
+        if not runtime.backend.is_attached:
+            pool._sharing = _Sharing(
+                sessions=runtime.sessions.store,
+                storage=runtime.backend.storage,
+                config=config or EngineConfig(),
+            )
         model.keep_alive = keep_alive
         model.resident = model.is_ready = True
         model.ready_at, model.loads = time.monotonic(), 1
@@ -283,12 +318,48 @@ class ModelPool:
         """The one that is meant where nobody names one."""
         return next(iter(self.models.values()))
 
+    # Models that come and go.
+
+    def add(self, spec: ModelSpec) -> PooledModel:
+        """Have one more model from now on, loaded when it is asked for. A copy of one that is there is that
+        one."""
+        if self._sharing is None:
+            raise InvalidInputError(
+                "this server uses the engine of another process and can add no model: start that one with it"
+            )
+        for known in self.models.values():
+            if known.source and is_copy(known.source, spec.source):
+                return known
+        with self._changed:
+            self._check_open()
+            if (namesake := self.models.get(spec.name)) is not None:
+                raise InvalidInputError(f"there is a model {spec.name} already, {namesake.source}")
+            self._budget(self._sharing.config)
+            return self._add(spec, self._sharing)
+
+    def remove(self, model: PooledModel) -> bool:
+        """Do without a model that is not in use from now on: whether that is so. The first one stays."""
+        with self._changed:
+            if model.used or model is self.default:
+                return False
+            if model.resident and not model.unload_if_idle():
+                return False
+            model.removed = True
+            self.models = {name: each for name, each in self.models.items() if each is not model}
+            if model in self._queue:
+                self._queue.remove(model)
+            self._changed.notify_all()
+        model.runtime.close()
+        return True
+
     # For users of a model.
 
     def try_acquire(self, model: PooledModel) -> bool:
         """Have a model until `release`, if it is loaded."""
         with self._changed:
             self._check_open()
+            if model.removed:
+                raise ModelNotFoundError(f"model {model.name} is not served any more")
             if not model.is_ready or model.draining:
                 return False
             model.leases += 1
@@ -486,15 +557,21 @@ class ModelPool:
                     f"{_gib(self.room.machine)}: allow more, or give it a smaller ctx or fewer slots"
                 )
 
-    def _add(
-        self,
-        spec: ModelSpec,
-        sessions: SessionStore,
-        storage: BlockStorage,
-        common: EngineConfig,
-        restart_policy: RestartPolicy | None,
-    ) -> None:
-        config = common.overlaid(spec.config)
+    def _budget(self, config: EngineConfig) -> None:
+        """Where the first model had the machine for itself: the memory for it and for those that come."""
+        if self.room is not None:
+            return
+        first, free = self.default, _room(None)
+        sizes = registry.engine_for(first.source).sizes(first.source) if first.source else None
+        if sizes is not None:
+            first.machine, first.device = memory_needed(sizes, free, config)
+        self.room = Room(
+            machine=free.machine + first.machine, device=free.device + first.device, devices=free.devices
+        )
+
+    def _add(self, spec: ModelSpec, sharing: _Sharing) -> PooledModel:
+        storage = sharing.storage
+        config = sharing.config.overlaid(spec.config)
         if spec.adapters:
             files = {name: file for name, (file, _) in spec.adapters.items()}
             config = replace(config, adapter_names=absolute_names(files))
@@ -503,10 +580,10 @@ class ModelPool:
             spec.source,
             config,
             storage=replace(storage, own_blocks=storage.folder is not None),
-            restart_policy=restart_policy,
+            restart_policy=sharing.restart_policy,
             lazy=True,
         )
-        runtime = Runtime(backend, sessions=sessions, template=spec.template)
+        runtime = Runtime(backend, sessions=sharing.sessions, template=spec.template)
         model = PooledModel(self, spec.name, runtime, source=spec.source)
         backend.watch(model)
         model.spec, model.pinned = replace(spec, config=config), spec.pinned
@@ -518,7 +595,8 @@ class ModelPool:
             sizes = registry.engine_for(spec.source).sizes(spec.source)
             if sizes is not None:
                 model.machine, model.device = memory_needed(sizes, self.room, config)
-        self.models[spec.name] = model
+        self.models = {**self.models, spec.name: model}
+        return model
 
     def _tidy(self) -> None:
         """Let models go whose time is up."""

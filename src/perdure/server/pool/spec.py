@@ -141,11 +141,14 @@ class Selection:
     aliases: tuple[str, ...] = ()
     """`PATTERN=NAME` each."""
     memory: int | None = None
+    folders: tuple[Path, ...] = ()
+    """Those whose files are the models."""
 
 
 @dataclass(slots=True)
 class _Collected:
     models: list[ModelSpec] = field(default_factory=list)
+    folders: list[Path] = field(default_factory=list)
     aliases: list[str] = field(default_factory=list)
     memory: int | None = None
 
@@ -168,7 +171,10 @@ def read_selection(texts: Iterable[str]) -> Selection:
         raise InvalidInputError(f"{len(names)} models are named, {_MODELS} can be served")
     check_aliases(collected.aliases, list(names))
     return Selection(
-        models=tuple(collected.models), aliases=tuple(collected.aliases), memory=collected.memory
+        models=tuple(collected.models),
+        aliases=tuple(collected.aliases),
+        memory=collected.memory,
+        folders=tuple(collected.folders),
     )
 
 
@@ -176,7 +182,7 @@ def check_copies(specs: Sequence[ModelSpec]) -> None:
     """Refuse two copies of one model: the state of both would have one place in the store."""
     for number, spec in enumerate(specs):
         for other in specs[:number]:
-            if _is_copy(spec.source, other.source):
+            if is_copy(spec.source, other.source):
                 raise InvalidInputError(
                     f"models {other.name} and {spec.name} are the same ({other.source} and {spec.source}): "
                     f"serve {other.name} alone, and add its other name by --alias {spec.name}={other.name}"
@@ -242,26 +248,35 @@ def _read(text: str, collected: _Collected) -> None:
         pairs[key] = value if equals else True
     if pairs.get("pin") in ("true", "false"):
         pairs["pin"] = pairs["pin"] == "true"
-    named = name or _label(source)
+    named = name or label_of(source)
     collected.models.append(ModelSpec.of(named, source, pairs, f"--model {named}"))
 
 
+def model_files(folder: Path) -> list[Path]:
+    """The first GGUF file of each model in a folder. A projector is no model by itself."""
+    files = (path for path in sorted(folder.rglob("*.gguf")) if not _LATER_PART.search(path.name))
+    return [path for path in files if not is_projector(path.name)]
+
+
+def spec_of_file(path: Path, folder: Path) -> ModelSpec:
+    """The model in a file that nobody named. Refuses one that cannot be read."""
+    Sizes.of(read_parts(path))
+    return ModelSpec.of(label_of(str(path)), str(path), {}, f"--model {folder}: {path.name}")
+
+
 def _read_folder(folder: Path, collected: _Collected) -> None:
-    files = [path for path in sorted(folder.rglob("*.gguf")) if not _LATER_PART.search(path.name)]
-    # A projector is no model by itself.
-    files = [path for path in files if not is_projector(path.name)]
+    files = model_files(folder)
     if not files:
         raise InvalidInputError(f"--model {folder}: there is no GGUF file in that folder")
     specs: list[ModelSpec] = []
     for path in files:
         try:
             # Nobody named this file: what is wrong with it costs the others nothing.
-            Sizes.of(read_parts(path))
-            spec = ModelSpec.of(_label(str(path)), str(path), {}, f"--model {folder}: {path.name}")
+            spec = spec_of_file(path, folder)
         except PerdureError as error:
             log.warning("%s is left out: %s", path, error)
             continue
-        if (first := next((each for each in specs if _is_copy(each.source, spec.source)), None)) is not None:
+        if (first := next((each for each in specs if is_copy(each.source, spec.source)), None)) is not None:
             log.warning("%s is left out: it is a copy of %s", path, first.source)
             continue
         specs.append(spec)
@@ -270,9 +285,10 @@ def _read_folder(folder: Path, collected: _Collected) -> None:
             f"--model {folder}: none of its {len(files)} GGUF files can be read; the log says why"
         )
     collected.models += specs
+    collected.folders.append(folder)
 
 
-def _is_copy(source: str, other: str) -> bool:
+def is_copy(source: str, other: str) -> bool:
     """Whether two sources, as an engine fetched them, are one model."""
     engine = registry.engine_for(source)
     return engine is registry.engine_for(other) and engine.is_copy(source, other)
@@ -306,6 +322,7 @@ def _read_file(path: Path, collected: _Collected) -> None:
         collected.aliases.append(f"{pattern}={name}")
 
 
-def _label(source: str) -> str:
+def label_of(source: str) -> str:
+    """The name of a model that nobody named."""
     label = registry.engine_for(source).label(source)
     return re.sub(r"[^\w.:/-]", "-", label, flags=re.ASCII)

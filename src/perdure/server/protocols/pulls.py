@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any, Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response, StreamingResponse
 
+from perdure.models import catalogue
 from perdure.models.puller import Pull
 from perdure.server.core.api_error import ApiError
 from perdure.server.core.app_state import AppState, AppStateDep, CallerDep
@@ -21,8 +22,11 @@ from perdure.server.core.body_route import BodyRoute
 from perdure.server.core.keys import METRICS
 from perdure.server.core.protocol import JSON_LINES, event
 from perdure.server.core.schemas import RequestSchema, ResponseSchema, errors, refuse_fields
+from perdure.server.core.settings import LOOPBACK, host_name
 from perdure.server.core.visit import Caller
 
+_FORWARDED = {"forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip"}
+"""Headers of requests that came through a proxy."""
 _TOLD = 1.0
 """Seconds after which a client gets the progress again, also where nothing has come."""
 
@@ -41,9 +45,51 @@ def check_operator(caller: Caller) -> None:
         )
 
 
+def is_own_page(request: Request, app_state: AppState) -> bool:
+    """Whether the page of a server without keys asks, in a browser on the server's machine.
+
+    Everybody on this machine may use such a server, and `HostCheck` has refused pages of other sites. A proxy
+    brings people of other machines under a loopback address: it shows by the headers that it adds, and by a
+    host that `--allow-host` names.
+    """
+    headers, client = request.headers, request.client
+    return (
+        app_state.server.page
+        and not app_state.server.keys.required
+        and app_state.server.hosts is not None
+        and client is not None
+        and client.host in LOOPBACK
+        and host_name(headers.get("host", "")) in LOOPBACK
+        and headers.get("sec-fetch-site", "").lower() == "same-origin"
+        and not _FORWARDED.intersection(headers)
+    )
+
+
+def may_pull(request: Request, app_state: AppState, caller: Caller) -> bool:
+    """Whether a caller may have this server fetch a model."""
+    return is_operator(caller) or is_own_page(request, app_state)
+
+
+async def _begin_for(name: str, app_state: AppState, request: Request, caller: Caller) -> Pull:
+    if is_operator(caller) or not is_own_page(request, app_state):
+        return await begin_pull(name, app_state, caller)
+    if catalogue.find(name) is None:
+        raise ApiError(
+            403,
+            "without keys the page fetches models of the catalogue alone; `perdure pull` on this machine "
+            f"fetches {name[:100]!r}",
+            code="forbidden",
+        )
+    return await _begin(name, app_state)
+
+
 async def begin_pull(name: str, app_state: AppState, caller: Caller) -> Pull:
-    """Have a model fetched for the operator; nobody else makes this server fetch something."""
+    """Have a model fetched for the operator."""
     check_operator(caller)
+    return await _begin(name, app_state)
+
+
+async def _begin(name: str, app_state: AppState) -> Pull:
     if (pull := await app_state.call(app_state.server.puller.start, name)) is None:
         raise ApiError(
             409,
@@ -106,34 +152,41 @@ class PullAnswer(ResponseSchema):
     total: int | None
     """Bytes in all; none before that is known."""
     error: str
+    """Why it failed; of one that is done, why it is not served."""
+    serves: str
+    """The name of the model that can be asked for since it is done; empty: none."""
     started: float
     ended: float | None
 
 
 @router.post("", responses=errors(403, 404, 409), status_code=202)
-async def start_pull(body: PullRequest, app_state: AppStateDep, caller: CallerDep) -> PullAnswer:
-    """Begin to fetch a model, with a key of the operator. A pull that was cancelled or failed goes on where
-    it stopped."""
+async def start_pull(
+    body: PullRequest, request: Request, app_state: AppStateDep, caller: CallerDep
+) -> PullAnswer:
+    """Begin to fetch a model, with a key of the operator; it is served as soon as it is here. A pull that was
+    cancelled or failed goes on where it stopped. Without keys the page on the server's machine may fetch
+    models of the catalogue."""
     refuse_fields(body, strict=app_state.server.strict, refused={}, notes=caller.notes)
-    return PullAnswer.model_validate(await begin_pull(body.model, app_state, caller))
+    return PullAnswer.model_validate(await _begin_for(body.model, app_state, request, caller))
 
 
 @router.get("", responses=errors(403, 404))
-async def read_pull(app_state: AppStateDep, caller: CallerDep) -> PullAnswer:
+async def read_pull(request: Request, app_state: AppStateDep, caller: CallerDep) -> PullAnswer:
     """How far the pull is that runs, or how the last one ended."""
-    return _latest(app_state, caller)
+    return _latest(app_state, request, caller)
 
 
 @router.delete("", responses=errors(403, 404))
-async def cancel_pull(app_state: AppStateDep, caller: CallerDep) -> PullAnswer:
+async def cancel_pull(request: Request, app_state: AppStateDep, caller: CallerDep) -> PullAnswer:
     """End the pull that runs. What was fetched by then is kept for the next try."""
-    _latest(app_state, caller)
+    _latest(app_state, request, caller)
     app_state.server.puller.cancel()
-    return _latest(app_state, caller)
+    return _latest(app_state, request, caller)
 
 
-def _latest(app_state: AppState, caller: Caller) -> PullAnswer:
-    check_operator(caller)
+def _latest(app_state: AppState, request: Request, caller: Caller) -> PullAnswer:
+    if not may_pull(request, app_state, caller):
+        check_operator(caller)
     if (pull := app_state.server.puller.latest) is None:
         raise ApiError(404, "no model was pulled since the server started", code="not_found")
     return PullAnswer.model_validate(pull)
