@@ -39,6 +39,19 @@ def begin(user: User, gate: PatientTurnstile, text: str) -> str:
     return (user.written.text_content() or "").strip()
 
 
+def drop(user: User, server: LiveServer, gate: PatientTurnstile) -> None:
+    """Have the connection drop, and come back."""
+    # Both ways at once: what was being read ends, and nothing new comes through.
+    user.page.context.set_offline(True)
+    connections = list(server.http_server.server_state.connections)
+    for connection in connections:
+        server.http_server._loop.call_soon_threadsafe(connection.transport.abort)  # type: ignore[union-attr]
+    expect(user.page.get_by_text(LOST)).to_be_visible()
+    gate.open()
+    user.page.context.set_offline(False)
+    expect(user.page.get_by_text(INTERRUPTED)).to_be_visible()
+
+
 def test_a_server_that_restarts_in_the_middle_of_a_reply_is_waited_for(
     open_page: OpenPage, tmp_path: Path
 ) -> None:
@@ -106,7 +119,7 @@ def test_a_server_that_is_killed_in_the_middle_of_a_reply_is_gone_on_with(
         user.page.reload()
         expect(user.page.get_by_text(INTERRUPTED)).to_be_visible()
         pending = client.get("/v1/sessions/name-a-colour/pending").json()["pending"]
-        user.button("Continue", user.page.get_by_role("alert")).click()
+        user.button("Continue").click()
         expect(user.replies).to_have_count(2)
         expect(user.pending).to_have_count(0)
         _, turn = client.get(f"/v1/sessions/{user.name}/turns").json()["data"]
@@ -165,15 +178,7 @@ def test_c12_what_a_dropped_connection_has_cut_is_there_and_can_be_continued(
     user.expected = ["ERR_FAILED", "ERR_INTERNET_DISCONNECTED", "net::ERR"]
     user.ask(f"Before the drop {how}")
     shown = begin(user, gate, "During the drop")
-    # Both ways at once: what was being read ends, and nothing new comes through.
-    user.page.context.set_offline(True)
-    connections = list(served.http_server.server_state.connections)
-    for connection in connections:
-        served.http_server._loop.call_soon_threadsafe(connection.transport.abort)  # type: ignore[union-attr]
-    expect(user.page.get_by_text(LOST)).to_be_visible()
-    gate.open()
-    user.page.context.set_offline(False)
-    expect(user.page.get_by_text(INTERRUPTED)).to_be_visible()
+    drop(user, served, gate)
     if how == "reload":
         user.page.reload()
         expect(user.page.get_by_text(INTERRUPTED)).to_be_visible()
@@ -196,6 +201,26 @@ def test_c12_what_a_dropped_connection_has_cut_is_there_and_can_be_continued(
     if how in ("Continue", "reload"):
         assert session.history()[1].text.strip().startswith(shown)
         assert len(session.history()[1].text) == REPLY
+
+
+def test_going_on_is_offered_once(open_page: OpenPage, served: LiveServer, gate: PatientTurnstile) -> None:
+    """A reply that was cut by its limit, and behind it one that was interrupted."""
+    user = open_page(served)
+    user.expected = ["ERR_FAILED", "ERR_INTERNET_DISCONNECTED", "net::ERR"]
+    user.set(max_tokens="4")
+    user.ask("Cut by the limit")
+    expect(user.button("Continue", user.turn(1))).to_have_count(1)
+    user.set(max_tokens="")
+    begin(user, gate, "Interrupted")
+    drop(user, served, gate)
+    for _ in range(2):
+        expect(user.button("Continue")).to_have_count(1)
+        expect(user.button("Continue", user.page.get_by_role("alert"))).to_be_visible()
+        user.page.reload()
+        expect(user.page.get_by_text(INTERRUPTED)).to_be_visible()
+    user.button("Discard").click()
+    expect(user.pending).to_have_count(0)
+    expect(user.button("Continue", user.turn(1))).to_have_count(1)
 
 
 def test_a_wrong_key_is_told_and_a_right_one_is_kept_until_the_tab_closes(

@@ -138,6 +138,8 @@ export function Talk({ talk, treeShown, onTree, onMenu, settingsShown, onSetting
   );
   const hidden = talk.pending && talk.pending.turn <= talk.count && talk.pending.error === null ? talk.pending.turn : Infinity;
   const groups = useMemo(() => grouped(talk.turns.filter((turn) => turn.turn < hidden)), [talk.turns, hidden]);
+  // Going on is offered once: beside the reply that was interrupted, where there is one.
+  const last = talk.pending?.stored && talk.pending.error !== null ? 0 : talk.count;
   const isEmpty = (talk.state === "new" || talk.state === "ready") && !talk.count && !talk.pending && !talk.unsent.length;
   return (
     <SessionName.Provider value={talk.name}>
@@ -167,7 +169,7 @@ export function Talk({ talk, treeShown, onTree, onMenu, settingsShown, onSetting
                 turns={turns}
                 tree={talk.tree}
                 own={own}
-                last={turns[turns.length - 1]!.turn === talk.count ? talk.count : 0}
+                last={turns[turns.length - 1]!.turn === last ? last : 0}
                 busy={talk.writing}
                 actions={actions}
                 queue={queue}

@@ -498,10 +498,10 @@ class ModelDirectory:
 
     def _adapters_of(self, name: str) -> Mapping[str, float]:
         """The adapters that clients may name with the model of that name."""
-        if self.pool is None or name == self.first.name:
-            return self.first.adapters
-        model = self.pool.models.get(name)
-        return {} if model is None else model.adapters
+        model = None if self.pool is None else self.pool.models.get(name)
+        if model is not None and model.adapters:
+            return model.adapters
+        return self.first.adapters if name == self.first.name else {}
 
     def _find_model(self, model_name: str, namespace: str) -> str | None:
         """The own name of the model that is meant, if there is one."""
