@@ -265,7 +265,7 @@ def size(run: Run) -> Iterator[Figure]:
         unit="KiB",
         gauge=Gauge.COST,
         pairs=Pairs((packed / 1024,), (sum(map(len, scripts)) / 1024,)),
-        target=at_most(300, "KiB"),
+        target=at_most(170, "KiB"),
         machine=watch.machine,
     )
 

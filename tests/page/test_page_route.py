@@ -23,7 +23,7 @@ WEB = ROOT / "web"
 BUILT = Path(perdure.__file__).parent / "server" / "page"
 HTML = {"accept": "text/html,*/*;q=0.8"}
 """What a browser says that it wants."""
-LARGEST = 300 << 10
+LARGEST = 170 << 10
 """Bytes of all scripts together, compressed."""
 
 

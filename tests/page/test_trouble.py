@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import expect
+from playwright.sync_api import Route, expect
 
 from page.conftest import OpenPage
 from page.gates import PatientTurnstile
@@ -39,13 +39,17 @@ def begin(user: User, gate: PatientTurnstile, text: str) -> str:
     return (user.written.text_content() or "").strip()
 
 
-def drop(user: User, server: LiveServer, gate: PatientTurnstile) -> None:
-    """Have the connection drop, and come back."""
-    # Both ways at once: what was being read ends, and nothing new comes through.
+def cut(user: User, server: LiveServer) -> None:
+    """Both ways at once: what was being read ends, and nothing new comes through."""
     user.page.context.set_offline(True)
     connections = list(server.http_server.server_state.connections)
     for connection in connections:
         server.http_server._loop.call_soon_threadsafe(connection.transport.abort)  # type: ignore[union-attr]
+
+
+def drop(user: User, server: LiveServer, gate: PatientTurnstile) -> None:
+    """Have the connection drop, and come back."""
+    cut(user, server)
     expect(user.page.get_by_text(LOST)).to_be_visible()
     gate.open()
     user.page.context.set_offline(False)
@@ -221,6 +225,31 @@ def test_going_on_is_offered_once(open_page: OpenPage, served: LiveServer, gate:
     user.button("Discard").click()
     expect(user.pending).to_have_count(0)
     expect(user.button("Continue", user.turn(1))).to_have_count(1)
+
+
+def test_nothing_is_to_be_sent_again_before_the_server_says_what_it_has(
+    open_page: OpenPage, served: LiveServer, gate: PatientTurnstile
+) -> None:
+    """C12: after a reload, the tab's own memory of a lost connection is older than what the server has."""
+    user = open_page(served)
+    user.expected = ["ERR_FAILED", "ERR_INTERNET_DISCONNECTED", "net::ERR"]
+    user.ask("Before it")
+    begin(user, gate, "Cut in the middle")
+    held: list[Route] = []
+    user.page.route("**/pending", lambda route: held.append(route))
+    cut(user, served)
+    expect(user.button("Send again")).to_be_visible()
+    user.page.context.set_offline(False)
+    gate.open()
+    held.clear()
+    user.page.reload()
+    while not held:
+        user.page.wait_for_timeout(20)
+    expect(user.button("Send again")).to_have_count(0)
+    held[-1].continue_()
+    user.page.unroute("**/pending")
+    expect(user.button("Continue")).to_be_visible()
+    expect(user.button("Send again")).to_have_count(0)
 
 
 def test_a_wrong_key_is_told_and_a_right_one_is_kept_until_the_tab_closes(

@@ -35,7 +35,7 @@ def hunted(surface: str, rounds: int, seed: int, store: Path | str, model: Path)
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout)
-    print(surface, {**found, "failures": len(found["failures"])})
+    print(surface, {**found, "failures": len(found["failures"])}, *found["failures"], sep="\n    ")
     assert found["failures"] == []
     assert found["rounds"] == rounds
     return found

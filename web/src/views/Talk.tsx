@@ -175,7 +175,8 @@ export function Talk({ talk, treeShown, onTree, onMenu, settingsShown, onSetting
                 queue={queue}
               />
             ))}
-            {talk.unsent.map((failed) => (
+            {/* Not before the server has said whether it has them: then they are not to be sent again. */}
+            {(talk.state === "loading" ? [] : talk.unsent).map((failed) => (
               <PendingTurn talk={talk} pending={failed} />
             ))}
             {talk.pending && <PendingTurn talk={talk} pending={talk.pending} />}
