@@ -140,6 +140,10 @@ PLANTED = {
     "perdure-ctrl-c": (HERE, "test_the_thread_that_waits_for_ctrl_c"),
     "perdure-encoder": (HERE, "test_a_timer_that_fails_says_so"),
     "perdure-engine": (HERE, "test_ready_says_which_threads_failed_and_refuses_where_the_engine_did"),
+    "perdure-folders": (
+        "ext/model_folders/test_watch.py",
+        "test_a_look_that_fails_is_told_and_followed_by_the_next",
+    ),
     "perdure-gpu-reader": (HERE, "test_a_timer_that_fails_says_so"),
     "perdure-grammar": (HERE, "test_a_timer_that_fails_says_so"),
     "perdure-keys": (HERE, "test_the_keys_of_a_database"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -14,9 +15,10 @@ import pytest
 
 from perdure.backend import BlockStorage
 from perdure.engine_config import EngineConfig
+from perdure.events.background import FAILURES
 from perdure.ext.model_folders.watch import FolderWatch
 from perdure.server.pool import ModelPool, read_selection
-from server.live_server import LiveServer, hello, live_server
+from server.live_server import PATIENCE, LiveServer, hello, live_server
 from server.test_command import serving
 from server.test_pool import SWIFT
 
@@ -148,3 +150,22 @@ def test_the_command_watches_a_folder(folder: Path, zoo_path: ZooPath, tmp_path:
         assert running.process.stderr is not None
         assert any("model fetched is served from now on" in line for line in running.process.stderr)
         assert client.post(CHAT, json=hello(model="fetched")).status_code == 200
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_look_that_fails_is_told_and_followed_by_the_next(
+    folder: Path, zoo_path: ZooPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FolderWatch, "EVERY", 0.01)
+    failed = FAILURES["perdure-folders"]
+    looked = threading.Event()
+
+    def look(watch: FolderWatch) -> None:
+        if FAILURES["perdure-folders"] == failed:
+            raise SystemExit("planted")
+        looked.set()
+
+    monkeypatch.setattr(FolderWatch, "look", look)
+    with watched(folder, tmp_path / "store") as (_, watch, _), watch:
+        assert looked.wait(PATIENCE), "the thread is gone"
+    assert FAILURES["perdure-folders"] == failed + 1
