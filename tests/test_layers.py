@@ -56,8 +56,8 @@ INSIDE: dict[str, tuple[str, ...]] = {
     "cache": (
         "block",
         "prefix_search",
-        "eviction",
         "held_blocks",
+        "eviction",
         "kept_prefixes",
         "drop_plan",
         "tiers",

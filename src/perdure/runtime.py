@@ -30,7 +30,6 @@ from perdure.extension import part
 from perdure.options import unknown_options
 from perdure.sessions.session import Session
 from perdure.sessions.sessions import Sessions
-from perdure.sessions.store.base import SessionStore
 from perdure.sessions.store.registry import store_folder
 
 if TYPE_CHECKING:
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from perdure.events.event import Observer
     from perdure.events.subscription import Subscription
     from perdure.sessions.memories import Memories
+    from perdure.sessions.store.base import SessionStore
     from perdure.store.owner import StoreLock
     from perdure.worker.listener import Listener
 

@@ -16,7 +16,7 @@ from decode.observed import Turnstile, open_toy
 from perdure.server.core import event_log
 from perdure.server.core.keys import Keys, new_key
 from perdure.server.protocols import chat_record
-from perdure.sessions.store.base import STREAM
+from perdure.sessions.info import STREAM
 from server.live_server import PATIENCE, LiveServer, check_freed, live_server
 
 PATH = "/v1/chat/completions"

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from decode.observed import toy
-from perdure.sessions.store.base import RESPONSE
+from perdure.sessions.info import RESPONSE
 from server.live_server import LiveServer, live_server, opened
 
 WORD = "zanzibarquux"

@@ -28,8 +28,21 @@ from perdure.errors import (
     StoreReadOnlyError,
 )
 from perdure.sessions.history import TurnPage, TurnReference
-from perdure.sessions.info import Record, SessionInfo, SessionMemory, Tree, TreeTurn, parse_turn_id, turn_id
-from perdure.sessions.store.base import PENDING, RECORDS, RESPONSE, NamespaceSize, Noted, Quota
+from perdure.sessions.info import (
+    PENDING,
+    RECORDS,
+    RESPONSE,
+    NamespaceSize,
+    Noted,
+    Quota,
+    Record,
+    SessionInfo,
+    SessionMemory,
+    Tree,
+    TreeTurn,
+    parse_turn_id,
+    turn_id,
+)
 from perdure.sessions.turn import FIRST, Turn
 
 

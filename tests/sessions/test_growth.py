@@ -17,8 +17,8 @@ from counting import sql_of
 from perdure import CorruptStateError, Message
 from perdure.chat.transcript import Transcript
 from perdure.sessions import turn as turn_module
+from perdure.sessions.info import RESPONSE, STREAM
 from perdure.sessions.sessions import Sessions
-from perdure.sessions.store.base import RESPONSE, STREAM
 from perdure.sessions.store.sql.tables import row_checksum, turn_checksum
 from perdure.sessions.store.sqlite.store import SqliteStore
 from perdure.sessions.turn import FIRST, Turn, transcript

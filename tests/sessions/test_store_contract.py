@@ -12,8 +12,8 @@ import pytest
 import perdure
 from perdure import InvalidInputError, Message, QuotaError, SessionError, SessionNotFoundError, Turn
 from perdure.sessions.history import TurnReference
-from perdure.sessions.info import SessionInfo
-from perdure.sessions.store.base import Quota, SessionStore
+from perdure.sessions.info import Quota, SessionInfo
+from perdure.sessions.store.base import SessionStore
 from perdure.sessions.store.registry import open_store, store_folder
 from perdure.sessions.store.sql.database import COUNTED
 from perdure.sessions.store.sqlite.store import SqliteStore

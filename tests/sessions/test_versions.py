@@ -28,8 +28,8 @@ from perdure.errors import (
     StoreLockedError,
     StoreVersionError,
 )
+from perdure.sessions.info import STREAM
 from perdure.sessions.sessions import Sessions
-from perdure.sessions.store.base import STREAM
 from perdure.sessions.store.sqlite import FILE
 from perdure.sessions.store.sqlite.folder import UseLock
 from perdure.sessions.store.sqlite.store import MIGRATIONS, SqliteStore

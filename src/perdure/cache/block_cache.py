@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,6 @@ from perdure.cache.block import (
     root_id,
 )
 from perdure.cache.eviction import Use
-from perdure.cache.kept_prefixes import KeptPrefixes
 from perdure.cache.prefix_search import (
     ANY_TOKEN,
     AT_TAIL_STATES,
@@ -43,6 +42,9 @@ from perdure.engine.parallel import spread, threads
 from perdure.errors import CorruptStateError, IncompatibleStateError
 from perdure.events.hub import EventHub
 from perdure.identity import Identity
+
+if TYPE_CHECKING:
+    from perdure.cache.kept_prefixes import KeptPrefixes
 
 Ids = NDArray[np.int32]
 E = TypeVar("E", bound=AnyBlock)

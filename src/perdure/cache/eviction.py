@@ -18,8 +18,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from perdure.cache.block import BlockId
+
+if TYPE_CHECKING:
+    from perdure.cache.held_blocks import HeldBlocks
 
 _BLOCKS = 65_536
 """Blocks of which more is known than that they are there; of more, the oldest are like any others."""
@@ -297,3 +301,29 @@ def _common(one: Sequence[BlockId], other: Sequence[BlockId]) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if one[middle - 1] == other[middle - 1] else (low, middle - 1)
     return low
+
+
+class Pins:
+    """What is not evicted for now: the blocks of prefixes with an end, made for the first of these, in the
+    engine thread."""
+
+    def __init__(self) -> None:
+        self.budget = 0
+        """Bytes that all of them may hold together."""
+        self._blocks: HeldBlocks | None = None
+
+    @property
+    def blocks(self) -> HeldBlocks:
+        if self._blocks is None:
+            from perdure.cache.held_blocks import HeldBlocks
+
+            self._blocks = HeldBlocks(self.budget)
+        return self._blocks
+
+    def holds(self, name: bytes) -> bool:
+        """Whether a block or a checkpoint is to stay. For any thread."""
+        return self._blocks is not None and self._blocks.holds(name)
+
+    def clear(self) -> None:
+        if self._blocks is not None:
+            self._blocks.clear()

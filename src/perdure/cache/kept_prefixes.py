@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from perdure.cache.eviction import Pins
 from perdure.cache.prefix_search import (
     SortedKeys,
     common_prefix_length,
@@ -49,32 +50,6 @@ def check_labels(labels: frozenset[str]) -> None:
             raise InvalidInputError(f"a label must be valid Unicode text: {error}") from None
 
 
-class Pins:
-    """What is not evicted for now: the blocks of prefixes with an end, made for the first of these, in the
-    engine thread."""
-
-    def __init__(self) -> None:
-        self.budget = 0
-        """Bytes that all of them may hold together."""
-        self._blocks: HeldBlocks | None = None
-
-    @property
-    def blocks(self) -> HeldBlocks:
-        if self._blocks is None:
-            from perdure.cache.held_blocks import HeldBlocks
-
-            self._blocks = HeldBlocks(self.budget)
-        return self._blocks
-
-    def holds(self, name: bytes) -> bool:
-        """Whether a block or a checkpoint is to stay. For any thread."""
-        return self._blocks is not None and self._blocks.holds(name)
-
-    def clear(self) -> None:
-        if self._blocks is not None:
-            self._blocks.clear()
-
-
 class KeptPrefixes:
     """The one table of kept prefixes. Those without an end are listed, sorted by where their chain starts and
     by their tokens; of those with an end, the blocks are `held`.
@@ -85,6 +60,7 @@ class KeptPrefixes:
     def __init__(
         self,
         prefixes: Iterable[KeptPrefix] = (),
+        pins: Pins | None = None,
         *,
         limit: int = PREFIXES,
         budget: int = PREFIX_BYTES,
@@ -92,7 +68,7 @@ class KeptPrefixes:
     ) -> None:
         """`changed` hears of each prefix that is listed (True) or is not any more."""
         self._changed = changed
-        self.pins = Pins()
+        self.pins = Pins() if pins is None else pins
         self.nbytes = 0
         """What listing takes."""
         self.limit = limit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote, unquote
 
 from perdure.errors import InvalidInputError
@@ -21,6 +21,14 @@ NOTE_CHARACTERS = 4096
 """Of a memory's note, at most."""
 FILED = frozenset({"title", "folder", "pinned"})
 """Entries of a session's origin that a person sets: what it is called in lists, and where it stands there."""
+RESPONSE = "response"
+"""The kind of a record that is a stored response: it stands at a turn, as a session does."""
+STREAM = "stream"
+"""The kind of a record of a stream (`server/core/event_log.py`): it stands at none."""
+PENDING = "pending"
+"""The kind of a record of a pending turn (`sessions/pending_turn.py`): its name is its session's number."""
+RECORDS = (RESPONSE, STREAM, PENDING)
+"""Kinds that are kept apart from sessions: a record is found by its kind and name, and never listed."""
 _CONTROL, _SURROGATE = re.compile("[\x00-\x1f\x7f]"), re.compile("[\ud800-\udfff]")
 
 
@@ -63,6 +71,9 @@ class Record:
     """What it says: of a session, where it comes from."""
     created: float
     updated: float
+
+
+Noted = TypeVar("Noted", bound=Record)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,3 +198,24 @@ def parse_turn_id(text: str) -> bytes:
     if len(digest) != ID_BYTES:
         raise InvalidInputError(f"after is the id of a turn, {2 * ID_BYTES} hexadecimal digits, got {text!r}")
     return digest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quota:
+    """What a namespace may store; None is without a bound."""
+
+    sessions: int | None = None
+    """Sessions, stored responses among them."""
+    nbytes: int | None = None
+    """Of sessions, turns and memories: all that they have, with a fixed part for each row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamespaceSize:
+    """What is kept for a namespace that has sessions. Turns that several of them share are counted once."""
+
+    namespace: str
+    sessions: int
+    turns: int
+    nbytes: int
+    """What its quota counts. State beside them is bounded for all together."""

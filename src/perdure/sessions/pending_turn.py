@@ -25,11 +25,11 @@ from perdure.events.background import BackgroundThread
 from perdure.request_options import Sampling, draw_seed
 from perdure.sessions.history import History
 from perdure.sessions.info import Record, SessionInfo
-from perdure.sessions.store.base import SessionStore
 from perdure.sessions.turn import Turn, plain_settings, portable_settings
 
 if TYPE_CHECKING:
     from perdure.sessions.fold import TurnStream
+    from perdure.sessions.store.base import SessionStore
 
 _KEY = "idempotency_key"
 """Among the settings of a turn: the digest of the key of its request."""

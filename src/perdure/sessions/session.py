@@ -48,10 +48,9 @@ from perdure.errors import (
 )
 from perdure.extension import part
 from perdure.sessions.history import History, TurnReference
-from perdure.sessions.info import NOTE_CHARACTERS, SessionInfo, SessionMemory
+from perdure.sessions.info import NOTE_CHARACTERS, RESPONSE, SessionInfo, SessionMemory
 from perdure.sessions.pending_turn import PendingTurn, PendingTurns, TurnExtra
 from perdure.sessions.session_view import SessionView, StoreHost, count_turns
-from perdure.sessions.store.base import RESPONSE
 from perdure.sessions.turn import Said, Turn, added, portable_settings, said_messages
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from perdure.backend import Backend
 from perdure.chat.message import Message
@@ -23,8 +23,12 @@ from perdure.errors import (
 )
 from perdure.sessions.history import History, Read, TurnPage, TurnReference
 from perdure.sessions.info import SessionInfo
-from perdure.sessions.store.base import SessionStore, each_turn
 from perdure.sessions.turn import Turn, context, transcript
+
+if TYPE_CHECKING:
+    from perdure.sessions.store.base import SessionStore
+
+_PAGE_BYTES = 1 << 20
 
 
 class StoreHost(Protocol):
@@ -283,7 +287,7 @@ class _StoredTurns:
 
     def __iter__(self) -> Iterator[Turn]:
         with self.session._explaining():
-            yield from each_turn(self.session._host.store, self.head, self.session.name)
+            yield from _each_turn(self.session._host.store, self.head, self.session.name)
 
 
 def _transcript(name: str, turns: Iterable[Turn], form: str) -> Iterator[str]:
@@ -306,3 +310,10 @@ def _markdown(message: Message) -> str:
 
 def count_turns(count: int) -> str:
     return f"{count} turn{'' if count == 1 else 's'}"
+
+
+def _each_turn(store: SessionStore, head: int, name: str, *, after: int = -1) -> Iterator[Turn]:
+    """The turns that lead to `head`, the first one first, read in pages of a mebibyte."""
+    while page := store.page(head, name, after=after, nbytes=_PAGE_BYTES):
+        yield from page
+        after += len(page)

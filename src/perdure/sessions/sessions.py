@@ -28,10 +28,9 @@ from perdure.errors import (
 )
 from perdure.extension import part
 from perdure.sessions.history import TurnReference
-from perdure.sessions.info import SessionInfo, SessionMemory, Tree, check_session_name
+from perdure.sessions.info import RESPONSE, SessionInfo, SessionMemory, Tree, check_session_name
 from perdure.sessions.pending_turn import PendingTurns
 from perdure.sessions.session import Session
-from perdure.sessions.store.base import RESPONSE, SessionStore
 from perdure.sessions.store.registry import open_store
 from perdure.sessions.turn import (
     Turn,
@@ -42,6 +41,7 @@ from perdure.sessions.turn import (
 
 if TYPE_CHECKING:
     from perdure.sessions.memories import Memories
+    from perdure.sessions.store.base import SessionStore
 
 _SAVED_AT_ONCE = 256
 """Tokens that a session has grown by when its state is next written."""

@@ -2,11 +2,11 @@
 
 from perdure.sessions.fold import HEADING, TurnStream
 from perdure.sessions.history import History
-from perdure.sessions.info import Record, check_session_name
+from perdure.sessions.info import RECORDS, RESPONSE, Record, check_session_name
 from perdure.sessions.pending_turn import TurnExtra
 from perdure.sessions.session import today
 from perdure.sessions.sessions import Sessions
-from perdure.sessions.store.base import RECORDS, RESPONSE, SessionStore
+from perdure.sessions.store.base import SessionStore
 from perdure.sessions.store.registry import encryption_of, open_store, store_folder
 from perdure.sessions.store.remote import FILE, RemoteStore, remote_of, url_in
 from perdure.sessions.store.sql.database import Database, Dialect, NeverDamaged

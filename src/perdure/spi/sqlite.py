@@ -2,7 +2,7 @@
 
 from perdure.cache.tiers.disk import DiskTier, Findings
 from perdure.engine_config import STORE_BYTES
-from perdure.sessions.store.base import STREAM
+from perdure.sessions.info import STREAM
 from perdure.sessions.store.sql.tables import (
     INSERT_SESSION,
     INSERT_TURN,

@@ -16,7 +16,8 @@ from perdure import CorruptStateError, InvalidInputError, Message, Turn
 from perdure.cli.app import app
 from perdure.errors import StoreError
 from perdure.sessions.history import TurnReference
-from perdure.sessions.store.base import RESPONSE, SessionStore
+from perdure.sessions.info import RESPONSE
+from perdure.sessions.store.base import SessionStore
 from perdure.sessions.store.registry import open_store, store_folder
 from perdure.sessions.store.sql.store import SqlStore
 from sessions.test_store_contract import START, created, turns

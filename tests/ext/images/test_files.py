@@ -15,8 +15,8 @@ from perdure import CorruptStateError, Image, Message, QuotaError, Runtime
 from perdure.ext.upkeep.backup import back_up, restore
 from perdure.ext.upkeep.migration import migrate_sessions
 from perdure.ext.upkeep.repair import verify
+from perdure.sessions.info import Quota
 from perdure.sessions.sessions import Sessions
-from perdure.sessions.store.base import Quota
 from perdure.sessions.store.sqlite.store import SqliteStore
 
 from .pictures import picture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -14,8 +15,7 @@ from numpy.typing import NDArray
 
 from perdure.cache.block import BLOCK, Block, BlockId, PrefixHit, chain
 from perdure.cache.block_cache import BlockCache
-from perdure.cache.eviction import Eviction, Use
-from perdure.cache.kept_prefixes import KeptPrefixes
+from perdure.cache.eviction import Eviction, Pins, Use
 from perdure.cache.slots.checkpoints import CutAnywhere, SlotCheckpoints
 from perdure.cache.slots.placement import Placement, Slot, SlotPlanner, SlotTable, why_not_more
 from perdure.cache.tiers.memory import MemoryTier
@@ -30,6 +30,7 @@ from perdure.events.hub import EventHub
 from perdure.identity import Identity
 
 if TYPE_CHECKING:
+    from perdure.cache.kept_prefixes import KeptPrefixes
     from perdure.cache.slots.swap_slots import SwapSlots
     from perdure.cache.tiers.write_behind import WriteBehind
 
@@ -248,9 +249,8 @@ class SlotCache(Slots):
             block_size, spacing = exact, max(1, spacing // exact) * exact
         self._block_size = block_size
         self.budget = budget
-        self.kept = KeptPrefixes(changed=self._kept_changed)
         # Checkpoints, blocks, and the memory through which states pass on their way keep to one budget.
-        pins = self.kept.pins
+        pins = self.pins = Pins()
         self.eviction = eviction or Eviction()
         self.eviction.pinned = pins.holds
         self._checkpoints: SlotCheckpoints = CutAnywhere(context)
@@ -493,6 +493,13 @@ class SlotCache(Slots):
         """The blocks in memory that hold a beginning of `tokens`."""
         blocks = self.blocks.lookup(tokens, namespace, adapters).blocks
         return [block for block in blocks if isinstance(block, Block)]
+
+    @functools.cached_property
+    def kept(self) -> KeptPrefixes:
+        """Loaded for the first prefix that is to be kept."""
+        from perdure.cache.kept_prefixes import KeptPrefixes
+
+        return KeptPrefixes(pins=self.pins, changed=self._kept_changed)
 
     def _kept_changed(self, prefix: KeptPrefix, listed: bool) -> None:
         """A warmed prefix is listed, or is not any more."""

@@ -33,9 +33,8 @@ from perdure.server.core.app_state import AppState
 from perdure.server.core.follow import EventResponse, Follower, ReplyStream, Sink
 from perdure.server.core.protocol import SSE, Events, ProtocolEvent, Writer
 from perdure.server.core.visit import Caller, Visit
-from perdure.sessions.info import Record
+from perdure.sessions.info import STREAM, Record
 from perdure.sessions.sessions import Sessions
-from perdure.sessions.store.base import STREAM
 
 logger = logging.getLogger("perdure.server")
 

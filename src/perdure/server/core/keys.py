@@ -25,7 +25,7 @@ from perdure.atomic import atomic_write, read_file, read_text
 from perdure.checks import is_whole
 from perdure.errors import InvalidInputError
 from perdure.events.background import BackgroundTimer
-from perdure.sessions.store.base import Quota
+from perdure.sessions.info import Quota
 
 log = logging.getLogger("perdure.server")
 

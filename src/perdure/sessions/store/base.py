@@ -37,46 +37,13 @@ the system's and end with the process, no token is needed.
 from __future__ import annotations
 
 import builtins
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from perdure.sessions.history import TurnPage, TurnReference
-from perdure.sessions.info import Record, SessionInfo, SessionMemory, Tree
+from perdure.sessions.info import NamespaceSize, Noted, Quota, Record, SessionInfo, SessionMemory, Tree
 from perdure.sessions.turn import FIRST, Turn
-
-Noted = TypeVar("Noted", bound=Record)
-
-RESPONSE = "response"
-"""The kind of a record that is a stored response: it stands at a turn, as a session does."""
-STREAM = "stream"
-"""The kind of a record of a stream (`server/core/event_log.py`): it stands at none."""
-PENDING = "pending"
-"""The kind of a record of a pending turn (`sessions/pending_turn.py`): its name is its session's number."""
-RECORDS = (RESPONSE, STREAM, PENDING)
-"""Kinds that are kept apart from sessions: a record is found by its kind and name, and never listed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quota:
-    """What a namespace may store; None is without a bound."""
-
-    sessions: int | None = None
-    """Sessions, stored responses among them."""
-    nbytes: int | None = None
-    """Of sessions, turns and memories: all that they have, with a fixed part for each row."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamespaceSize:
-    """What is kept for a namespace that has sessions. Turns that several of them share are counted once."""
-
-    namespace: str
-    sessions: int
-    turns: int
-    nbytes: int
-    """What its quota counts. State beside them is bounded for all together."""
 
 
 class SessionStore(Protocol):
@@ -285,13 +252,3 @@ class SessionStore(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-_PAGE_BYTES = 1 << 20
-
-
-def each_turn(store: SessionStore, head: int, name: str, *, after: int = -1) -> Iterator[Turn]:
-    """The turns that lead to `head`, the first one first, read in pages of a mebibyte."""
-    while page := store.page(head, name, after=after, nbytes=_PAGE_BYTES):
-        yield from page
-        after += len(page)

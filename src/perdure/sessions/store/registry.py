@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, cast
 
 from perdure.config import settings
 from perdure.errors import InvalidInputError
-from perdure.sessions.store.base import SessionStore
 from perdure.sessions.store.sqlite import FILE
 from perdure.sessions.store.sqlite.store import SqliteStore
 
 if TYPE_CHECKING:
     from perdure.cache.tiers.codec import Encryption
+    from perdure.sessions.store.base import SessionStore
 
 
 def open_store(place: Path | SessionStore | None, *, readonly: bool = False) -> SessionStore:

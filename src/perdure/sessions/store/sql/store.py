@@ -18,10 +18,18 @@ from perdure.errors import (
     SessionNotFoundError,
 )
 from perdure.sessions.history import TurnPage, TurnReference
-from perdure.sessions.info import Record, SessionInfo, SessionMemory, Tree
-from perdure.sessions.store.base import PENDING, RESPONSE, NamespaceSize, Noted, Quota
+from perdure.sessions.info import (
+    PENDING,
+    RESPONSE,
+    NamespaceSize,
+    Noted,
+    Quota,
+    Record,
+    SessionInfo,
+    SessionMemory,
+    Tree,
+)
 from perdure.sessions.store.sql.database import Check, Database, Dialect, Numbers
-from perdure.sessions.store.sql.files import FileTable
 from perdure.sessions.store.sql.tables import (
     ADVICE,
     INSERT_SESSION,
@@ -48,6 +56,7 @@ from perdure.sessions.store.sql.usage import UsageTable
 from perdure.sessions.turn import FIRST, Turn
 
 if TYPE_CHECKING:
+    from perdure.sessions.store.sql.files import FileTable
     from perdure.sessions.store.sql.memories import Condition, MemoryTable
 
 _NAMESPACE, _HEAD, _UPDATED = map(SESSION_COLUMNS.index, ("namespace", "head", "updated"))
@@ -78,7 +87,6 @@ class SqlStore:
         self._check = check
         self._turns = TurnTable(database, dialect, numbers)
         self._usage = UsageTable(database, dialect)
-        self._turn_files = FileTable(database, self._usage)
         self._searching: dict[str | None, threading.Lock] = {}
 
     @functools.cached_property
@@ -86,6 +94,12 @@ class SqlStore:
         from perdure.sessions.store.sql.memories import MemoryTable
 
         return MemoryTable(self._db, self._sql, self._numbers)
+
+    @functools.cached_property
+    def _turn_files(self) -> FileTable:
+        from perdure.sessions.store.sql.files import FileTable
+
+        return FileTable(self._db, self._usage)
 
     @property
     def key_store(self) -> object:
@@ -623,7 +637,8 @@ class SqlStore:
     def _add_turn(self, namespace: str, at: TurnReference | None, turn: Turn) -> TurnReference:
         added = self._turns.add(at, turn)
         self._usage.add(namespace, "turn", added.head)
-        self._turn_files.name(namespace, added.head, turn)
+        if turn.files:
+            self._turn_files.name(namespace, added.head, turn)
         return added
 
     def _page(

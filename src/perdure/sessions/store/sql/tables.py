@@ -16,8 +16,7 @@ from perdure.chat.transcript import Transcript
 from perdure.checks import is_whole
 from perdure.errors import CorruptStateError, InvalidInputError, SessionNotFoundError
 from perdure.sessions.history import TurnPage, TurnReference
-from perdure.sessions.info import Record, SessionInfo, SessionMemory
-from perdure.sessions.store.base import PENDING, RECORDS
+from perdure.sessions.info import PENDING, RECORDS, Record, SessionInfo, SessionMemory
 from perdure.sessions.store.sql.database import Database, Dialect, Numbers
 from perdure.sessions.turn import FIRST, Turn, pack_tokens
 

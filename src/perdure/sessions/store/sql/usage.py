@@ -6,7 +6,7 @@ ada    2 sessions    1,890 bytes    2 sessions, 3 turns and a memory: their text
 from __future__ import annotations
 
 from perdure.errors import CorruptStateError, QuotaError
-from perdure.sessions.store.base import NamespaceSize, Quota
+from perdure.sessions.info import NamespaceSize, Quota
 from perdure.sessions.store.sql.database import Database, Dialect
 from perdure.sessions.store.sql.tables import ADVICE
 
