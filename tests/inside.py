@@ -13,7 +13,7 @@ from perdure.cache.tiers.memory import MemoryTier
 from perdure.decode.engine_loop import EngineLoop
 from perdure.decode.sequence import SequenceGroup
 from perdure.engine.context import Context
-from perdure.engine.contract import Core
+from perdure.engine.core import Core
 from perdure.engine.embedder import Embedder
 from perdure.engine.llama.weights import LlamaWeights
 

@@ -14,8 +14,8 @@ import pytest
 import perdure
 from homes import new_home
 
-MODULES, LINES = 129, 32_800
-"""Of ours, at most: 2% more than it was when they were last counted."""
+MODULES, LINES = 120, 30_000
+"""Of ours, at most."""
 CODE = """
 import json, sys
 import perdure
@@ -57,27 +57,41 @@ def test_a_first_reply_loads_few_modules(loaded: dict[str, int]) -> None:
     [
         "cache.drop_plan",
         "cache.held_blocks",
+        "cache.kept_prefixes",
         "cache.prefix_cache",
         "cache.slots.checkpoint_store",
+        "cache.tiers.opening",
+        "cache.transfer",
         "chat.parsing.json_calls",
         "chat.parsing.prefill",
         "chat.plans",
         "chat.prefetch",
         "chat.template.rewriting",
+        "chat.template.sizes",
+        "decode.asyncio_reader",
         "decode.choice",
+        "decode.exact_scheduler",
         "decode.sampling.grammar",
         "decode.sampling.rare_cuts",
         "decode.sampling.repetition",
         "decode.step_events",
+        "engine.core",
         "engine.embedder",
+        "engine.factory",
         "engine.inspection",
+        "engine.llama.core_maker",
         "engine.llama.layer_plan",
+        "engine.llama.native.fetched",
+        "engine.llama.scratch",
         "engine.logits",
+        "engine.parallel",
+        "engine.row_kernels.measures",
         "events.subscription",
         "ext",
         "libraries.archive",
         "libraries.npm_registry",
         "models.adapter_file",
+        "models.card",
         "models.catalogue",
         "models.fetching",
         "models.inventory",
@@ -86,8 +100,17 @@ def test_a_first_reply_loads_few_modules(loaded: dict[str, int]) -> None:
         "sessions.fold",
         "sessions.memories",
         "sessions.pending_info",
+        "sessions.responses",
+        "sessions.store.base",
+        "sessions.store.sql.files",
         "sessions.store.sql.memories",
+        "sessions.store.sql.search",
+        "sessions.store.sql.upkeep",
         "sessions.store.sqlite.folder",
+        "sessions.tree",
+        "store.block_schema",
+        "store.table_check",
+        "system.processes",
         "worker",
     ],
 )

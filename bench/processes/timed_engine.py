@@ -17,7 +17,8 @@ import perdure
 from bench.harness import tokens_a_second
 from bench.processes.device import tokens
 from perdure.engine.context import Context
-from perdure.engine.contract import Adapter, Batch, Capabilities, Capture, Floats, Outcome
+from perdure.engine.contract import Batch, Capabilities, Capture, Floats, Outcome
+from perdure.engine.core import Adapter
 from perdure.identity import Identity
 from perdure.memory import FullAttention
 from perdure.testing.toy.model import ToyModel

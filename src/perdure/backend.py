@@ -27,7 +27,7 @@ from perdure.engine.context import Context
 from perdure.engine.contract import Tokenizer, Tokens
 from perdure.engine.model import EngineModel
 from perdure.engine_config import N_CTX, QUEUE, SLOTS, STORE_BYTES, EngineConfig
-from perdure.errors import ClosedError, InvalidInputError, StoreError
+from perdure.errors import ClosedError, InvalidInputError
 from perdure.events.hub import EventHub
 from perdure.request_options import Sampling
 
@@ -300,11 +300,18 @@ class LocalBackend(AlwaysLoaded):
                 self.context.adapt(self.adapters.always)
             lower = []
             if storage.folder is not None:
+                from perdure.cache.tiers.opening import disk_tiers
+
                 limit = STORE_BYTES if config.store_bytes is None else config.store_bytes
-                tiers = [*_disk_tiers(storage, storage.folder, model.digest, limit), *tiers]
+                own, encryption = storage.own_blocks, storage.encryption
+                disk = disk_tiers(storage.folder, model.digest, limit, own_blocks=own, encryption=encryption)
+                tiers = [*disk, *tiers]
                 self.context.media = LazyMedia(storage)
-            identity = self.context.identity.digest
-            tiers = [*tiers, *_shared_tiers(config.blocks or (), storage.shared_key, identity)]
+            if config.blocks:
+                from perdure.cache.tiers.opening import shared_tiers
+
+                identity = self.context.identity.digest
+                tiers = [*tiers, *shared_tiers(config.blocks, storage.shared_key, identity)]
             for tier in tiers:
                 from perdure.cache.tiers.write_behind import WriteBehind
 
@@ -486,44 +493,6 @@ class LazyMedia:
             self._source = part("images in a prompt", "images")(storage.folder, storage.encryption)
         assert self._source is not None
         return self._source.medium(ids)
-
-
-def _shared_tiers(urls: Sequence[str], key: bytes | None, identity: bytes) -> list[BlockTier]:
-    """The places of several machines, in order. One that cannot be reached now is left out."""
-    tiers: list[BlockTier] = []
-    for url in urls:
-        from perdure.cache.tiers.base import tier_opener
-
-        if key is None:
-            raise InvalidInputError("blocks of several machines need the key of their cluster")
-        try:
-            tier = tier_opener(url).open(url, key=key, identity=identity)
-        except StoreError as error:
-            log.warning("%s; this engine runs without it until its next start", error)
-            continue
-        if any(each.name == tier.name for each in tiers):
-            tier.close()
-            raise InvalidInputError(f"one place of a kind: {tier.name} is named twice")
-        tiers.append(tier)
-    return tiers
-
-
-def _disk_tiers(storage: BlockStorage, store: Path, digest: str, budget: int) -> list[BlockTier]:
-    """The folder that the blocks of a model are written to, and the other one where some may be."""
-    from perdure.cache.tiers.archive import archive_of, model_folder
-    from perdure.cache.tiers.disk import DiskTier
-
-    folder = model_folder(store, digest) if storage.own_blocks else store
-    disk = DiskTier(folder, budget=budget, encryption=storage.encryption)
-    if storage.encryption is not None:
-        storage.encryption.prepare_store(store)
-    try:
-        archive = archive_of(store, digest, beside=storage.own_blocks, encryption=storage.encryption)
-    except StoreError as error:
-        # What cannot be read there is computed again.
-        log.warning("the other blocks of this model cannot be read: %s", error)
-        archive = None
-    return [disk] if archive is None else [disk, archive]
 
 
 def _default_budget() -> int:

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from decode.observed import Turnstile, alone, check_delivery, check_idle, open_toy, outcome, trouble
 from perdure import BusyError, InvalidInputError, Reply, Runtime
-from perdure.decode.output_queue import AsyncioListener, OutputListener, OutputQueue, notify
+from perdure.decode.asyncio_reader import AsyncioListener
+from perdure.decode.output_queue import OutputListener, OutputQueue, notify
 from perdure.decode.request import Delta, Request
 from perdure.decode.stream import Stream, one_request
 from perdure.memory import FullAttention

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from inside import weights_of
 from perdure import Model, Sampling
+from perdure.decode.sampling.repetition import BreakerTable
 from perdure.decode.sampling.sampler import CompiledChain, Sampler, draw, draw_together, weights
-from perdure.decode.sampling.stage import BreakerTable, masked, top
+from perdure.decode.sampling.stage import masked, top
 from perdure.engine.contract import Step
 from perdure.engine.logits import LogitsView
 from perdure.engine.row_kernels import NothingToDraw

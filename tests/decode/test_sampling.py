@@ -26,8 +26,8 @@ from perdure import (
     TokenError,
 )
 from perdure.decode.request import Processor
+from perdure.decode.sampling.repetition import BreakerTable
 from perdure.decode.sampling.sampler import Sampler, draw
-from perdure.decode.sampling.stage import BreakerTable
 
 Row = NDArray[np.float32]
 PLAIN: Mapping[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from perdure.decode.exact_scheduler import ExactScheduler
 from perdure.decode.request import Request
 from perdure.decode.sampling.grammar import Grammars
-from perdure.decode.sampling.stage import BreakerTable
+from perdure.decode.sampling.repetition import BreakerTable
 from perdure.decode.scheduler import (
     LONGEST_TURN,
     AdapterTurns,
     BatchScheduler,
     Budget,
-    ExactScheduler,
     Slots,
     Step,
     admit,
@@ -50,7 +50,7 @@ def asked(model: ToyModel, context: Context, length: int, **settings: Any) -> Se
         piece=model.piece,
         context=context,
         grammars=lambda: Grammars(model),
-        breakers=BreakerTable(model),
+        breakers=BreakerTable(model).find,
         adapters=AdapterTable(model.adapter),
         deadline=None,
     )

@@ -11,7 +11,8 @@ import pytest
 
 from inside import core_of
 from perdure import Context
-from perdure.engine.contract import Core, GuessingCore, Outcome
+from perdure.engine.contract import GuessingCore, Outcome
+from perdure.engine.core import Core
 from perdure.engine.llama.core import LlamaCore
 from perdure.engine.llama.native import library
 from perdure.engine.llama.native.declarations import AbortCallback

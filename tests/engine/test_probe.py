@@ -16,7 +16,7 @@ import pytest
 
 from engine.shims import cpu_variants, empty_library, needs_compiler, shim
 from perdure import libraries
-from perdure.engine.llama.native import choice, guard, library, probe, probe_results, source
+from perdure.engine.llama.native import choice, fetched, guard, library, probe, probe_results, source
 from perdure.engine.llama.native.backends import BUILT_IN
 from perdure.engine.llama.native.causes import cause_of, last_words
 from perdure.engine.llama.native.declarations import (
@@ -130,12 +130,12 @@ def test_m1_one_is_fetched_where_the_compiled_one_dies(
     dying, sound = shim(tmp_path / "dying", AT_STEP=1), shim(tmp_path / "sound")
     monkeypatch.delenv("PERDURE_LLAMA", raising=False)
     monkeypatch.setattr(source, "llama_cpp_python", lambda: compiled(dying))
-    monkeypatch.setattr(choice, "fetch_library", lambda: replace(compiled(sound), kind="fetched"))
+    monkeypatch.setattr(fetched, "fetch_library", lambda: replace(compiled(sound), kind="fetched"))
     chosen = choice.choose()
     assert chosen.source.kind == "fetched"
     assert [failed.folder for failed in chosen.passed] == [str(dying)]
 
-    monkeypatch.setattr(choice, "fetch_library", no_network)
+    monkeypatch.setattr(fetched, "fetch_library", no_network)
     with pytest.raises(EngineLibraryError, match=r"SIGILL at a f16 model.*there is no network"):
         choice.choose()
 

@@ -239,8 +239,8 @@ def test_biased_tokens_beside_the_memory_are_refused(size: int) -> None:
 def test_who_comes_late_to_a_draw_finds_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """The job that it looks at is still that one, though everybody else has forgotten it."""
     late: list[Callable[[], None]] = []
-    monkeypatch.setattr(row_kernels, "_SHARED", 0)
-    monkeypatch.setattr(row_kernels, "assist", lambda work, most: late.append(work))
+    monkeypatch.setattr(row_kernels, "SHARED", 0)
+    monkeypatch.setattr(parallel, "assist", lambda work, most: late.append(work))
     none: Any = np.empty(0, np.int64), np.empty(0, np.float32)
     cuts = np.array([(math.inf, -math.inf, 1.0, 1.0)] * 2)
     for _ in range(50):
@@ -262,7 +262,7 @@ def test_rows_are_finished_before_their_memory_is_given_up(monkeypatch: pytest.M
         raise KeyboardInterrupt
 
     monkeypatch.setattr(parallel, "threads", lambda: 4)
-    monkeypatch.setattr(row_kernels, "assist", interrupted)
+    monkeypatch.setattr(parallel, "assist", interrupted)
     none: Any = np.empty(0, np.int64), np.empty(0, np.float32)
     with pytest.raises(KeyboardInterrupt):
         draw(rows, 40, np.array([(0.95, -3.0, 0.8, 0.5)] * 40), *none)

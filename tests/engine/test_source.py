@@ -11,7 +11,8 @@ import pytest
 from perdure import libraries
 from perdure.engine.llama.native import source
 from perdure.engine.llama.native.backends import backends
-from perdure.engine.llama.native.source import candidates, find_library, library_file, library_folder
+from perdure.engine.llama.native.choice import find_library
+from perdure.engine.llama.native.source import candidates, library_file, library_folder
 from perdure.errors import EngineLibraryError
 from perdure.libraries import machine as machines
 from perdure.libraries.machine import Gpu, Machine

@@ -47,8 +47,9 @@ from perdure.server.http_server import LoopWatch
 from perdure.server.pool import ModelPool
 from perdure.sessions import pending_turn
 from perdure.sessions.pending_turn import PendingTurns
-from perdure.store.index import Index, TableCheck
+from perdure.store.index import Index
 from perdure.store.owner import StoreOwner
+from perdure.store.table_check import TableCheck
 from perdure.system import processes
 from perdure.testing.toy import Faults, ToyModel
 from perdure.worker import guest

@@ -19,6 +19,7 @@ from perdure.backend import LocalBackend
 from perdure.decode.step_events import HELD
 from perdure.engine import row_kernels
 from perdure.engine.contract import Floats
+from perdure.engine.row_kernels import measures
 from perdure.engine_config import EngineConfig
 from perdure.events.event import (
     KINDS,
@@ -83,13 +84,13 @@ def test_a_request_is_told_from_its_queue_to_its_end() -> None:
 def test_off_costs_no_measure_and_on_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[int] = []
 
-    drawn = row_kernels.Measures.drawn
+    drawn = measures.Measures.drawn
 
-    def counting(self: row_kernels.Measures, rows: Floats, tokens: Sequence[int]) -> None:
+    def counting(self: measures.Measures, rows: Floats, tokens: Sequence[int]) -> None:
         measured.extend(tokens)
         drawn(self, rows, tokens)
 
-    monkeypatch.setattr(row_kernels.Measures, "drawn", counting)
+    monkeypatch.setattr(measures.Measures, "drawn", counting)
     with toy() as rt:
         plain = rt.generate("hello", max_tokens=6, seed=1, ignore_eos=True)
         assert not measured
@@ -328,7 +329,7 @@ def test_spans_follow_the_conventions_of_open_telemetry() -> None:
     assert span.end_time >= span.start_time
 
 
-def measured(row: Floats, token: int, k: int) -> row_kernels.Measure:
+def measured(row: Floats, token: int, k: int) -> measures.Measure:
     """The same in NumPy."""
     ids, values = row_kernels.top_k(row[None], k)
     below = row.astype(np.float64) - float(values[0, 0])
@@ -336,7 +337,7 @@ def measured(row: Floats, token: int, k: int) -> row_kernels.Measure:
     total = float(weights.sum())
     moment = float(np.sum(weights * np.where(weights > 0, below, 0.0)))
     norm = math.log(total)
-    return row_kernels.Measure(
+    return measures.Measure(
         token,
         float(below[token]) - norm,
         max(0.0, norm - moment / total),
@@ -355,7 +356,7 @@ def test_what_is_told_of_a_token_equals_numpy(size: int) -> None:
     token = int(rng.integers(size))
     if row[token] == -np.inf:
         token = 0
-    here, there = row_kernels.measure(row, token, 5), measured(row, token, min(5, size))
+    here, there = measures.measure(row, token, 5), measured(row, token, min(5, size))
     assert here.rank == there.rank
     assert here.ids == there.ids
     assert here.logprob == pytest.approx(there.logprob, abs=1e-5)
@@ -371,7 +372,7 @@ def test_rows_are_measured_together_as_each_alone(spread: float) -> None:
     rows = (rng.standard_normal((9, 33_001)) * spread).astype(np.float32)
     rows[3, 17] = -np.inf
     tokens = [int(row.argmin() if at % 2 else row.argmax()) for at, row in enumerate(rows)]
-    together = row_kernels.Measures(rows, 5)
+    together = measures.Measures(rows, 5)
     together.drawn(rows, tokens)
     for at in range(len(rows)):
         here, there = together[at], measured(rows[at], tokens[at], 5)
@@ -399,9 +400,9 @@ def test_what_is_no_number_is_refused() -> None:
             row[place] = strange
             for token in (0, place):
                 with pytest.raises(perdure.EngineError):
-                    row_kernels.measure(row, token, 5)
+                    measures.measure(row, token, 5)
     with pytest.raises(perdure.EngineError):
-        row_kernels.measure(np.full(300, -np.inf, np.float32), 0, 5)
+        measures.measure(np.full(300, -np.inf, np.float32), 0, 5)
 
 
 def test_tokens_that_were_guessed_ahead_are_told_with_their_own_rows() -> None:

@@ -38,11 +38,8 @@ from perdure.sessions.info import (
     Record,
     SessionInfo,
     SessionMemory,
-    Tree,
-    TreeTurn,
-    parse_turn_id,
-    turn_id,
 )
+from perdure.sessions.tree import Tree, TreeTurn, parse_turn_id, turn_id
 from perdure.sessions.turn import FIRST, Turn
 
 

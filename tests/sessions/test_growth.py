@@ -18,6 +18,7 @@ from perdure import CorruptStateError, Message
 from perdure.chat.transcript import Transcript
 from perdure.sessions import turn as turn_module
 from perdure.sessions.info import RESPONSE, STREAM
+from perdure.sessions.responses import respond
 from perdure.sessions.sessions import Sessions
 from perdure.sessions.store.sql.tables import row_checksum, turn_checksum
 from perdure.sessions.store.sqlite.store import SqliteStore
@@ -321,7 +322,7 @@ def test_stored_responses_expire_a_few_at_a_time(tmp_path: Path, monkeypatch: py
     """The oldest first. One that is damaged is in nobody's way, and no other session goes with them."""
     with Sessions(tmp_path) as sessions:
         sessions.create("kept")
-        made = [sessions.respond(f"r{number}", {"how": "response"}).name for number in range(10)]
+        made = [respond(sessions, f"r{number}", {"how": "response"}).name for number in range(10)]
         with index_of(sessions).writing():
             index_of(sessions).run("UPDATE record SET seal = x'00' WHERE name = 'r0'")
         sessions.expire(RESPONSE, 3600)
@@ -345,7 +346,7 @@ def test_a_clock_that_jumps_ends_no_fresh_response(
     if jump < 0:
         monkeypatch.setattr(time, "time", lambda: real() + jump)
     with Sessions(tmp_path) as sessions:
-        made = [sessions.respond(f"r{number}", {"how": "response"}).name for number in range(6)]
+        made = [respond(sessions, f"r{number}", {"how": "response"}).name for number in range(6)]
         monkeypatch.setattr(time, "time", lambda: real() + max(0.0, jump))
         for _ in range(3):
             sessions.expire(RESPONSE, 30 * 86400.0)

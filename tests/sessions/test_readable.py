@@ -21,6 +21,7 @@ from perdure import InvalidInputError, Message, PerdureError, SessionError, Stor
 from perdure.chat.formats.registry import family
 from perdure.chat.message import Tool, ToolCall
 from perdure.chat.parsing import Malformed
+from perdure.sessions.responses import respond
 from perdure.sessions.sessions import Sessions
 from perdure.sessions.store.sqlite.store import SqliteStore
 from perdure.testing.toy import ToyModel
@@ -101,7 +102,7 @@ def act(sessions: Sessions, what: str, value: Any) -> None:
     elif what == "fork":
         session.fork(value)
     else:
-        sessions.respond(value[0], value[1], after=session, kind="session")
+        respond(sessions, value[0], value[1], after=session, kind="session")
 
 
 @pytest.mark.extension("upkeep")

@@ -37,7 +37,8 @@ from perdure.sessions.store.sql.tables import row_checksum, turn_values
 from perdure.sessions.store.sqlite.store import MIGRATIONS as SESSION_MIGRATIONS
 from perdure.sessions.store.sqlite.store import SqliteStore
 from perdure.sessions.turn import Turn
-from perdure.store.index import APPLICATION, MIGRATIONS
+from perdure.store.block_schema import MIGRATIONS
+from perdure.store.index import APPLICATION
 from perdure.testing.toy import ToyModel
 from sessions.database import index_of
 from store.chains import block, chain, file_of, files, root, same, size

@@ -20,7 +20,9 @@ from perdure.errors import (
     StoreVersionError,
 )
 from perdure.store import index as index_module
-from perdure.store.index import APPLICATION, MIGRATIONS, Index, TableCheck, unopened
+from perdure.store.block_schema import MIGRATIONS
+from perdure.store.index import APPLICATION, Index, unopened
+from perdure.store.table_check import TableCheck
 from store import children
 
 ADD = "INSERT INTO record (namespace, tokens, root) VALUES ('', ?, X'00')"

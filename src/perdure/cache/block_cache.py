@@ -38,8 +38,6 @@ from perdure.decode.request import KeptPrefix
 from perdure.engine.adapters import AdapterSet
 from perdure.engine.context import Context
 from perdure.engine.contract import Capture
-from perdure.engine.parallel import spread, threads
-from perdure.errors import CorruptStateError, IncompatibleStateError
 from perdure.events.hub import EventHub
 from perdure.identity import Identity
 
@@ -222,6 +220,8 @@ class BlockCache:
             for name, parent, start, end in self._ranges(root, tokens, points)
             if not self._has(name, parent, tokens[start:end], needs_tail=end in points)
         ]
+        from perdure.engine.parallel import spread, threads
+
         # Several at a time, as long as there is room for all of them; then one by one.
         ahead = 2 * threads()
         while missing:
@@ -411,64 +411,7 @@ class BlockCache:
         from elsewhere."""
         if block.rows is None:
             return block.tail_state is not None or self._context.row_bytes() is None
-        return _width(block) == self._context.row_bytes() and len(block.rows) == len(block.tokens)
-
-    # Moving elsewhere.
-
-    def pack(self, tokens: Ids, namespace: str, adapters: AdapterSet | None = None) -> list[Block]:
-        """The blocks that hold `tokens` and nothing else, all of them verified."""
-        prefix = self.load(self.lookup(tokens, namespace, adapters))
-        blocks = list(prefix.blocks)
-        if blocks and blocks[-1].end > prefix.length:
-            # What follows there is of another conversation that began alike.
-            blocks[-1] = blocks[-1].beginning(prefix.length - blocks[-1].start)
-        return blocks
-
-    def unpack(
-        self,
-        identity: Identity,
-        blocks: Sequence[Block],
-        namespace: str,
-        adapters: AdapterSet | None = None,
-    ) -> int:
-        """Take in copies of blocks of another cache, under names of this one. How many tokens, from the
-        first on."""
-        length = blocks[-1].end if blocks else 0
-        here = self._context.identity_of(self._context.adapters if adapters is None else adapters, length)
-        if self._exact:
-            raise IncompatibleStateError(
-                "nothing says in steps of which sizes this state was computed, so exact mode cannot use it; "
-                "its tokens can be computed anew",
-                field="exact",
-            )
-        if (field := here.difference(identity)) is not None:
-            raise IncompatibleStateError(
-                f"this state belongs to another {field}; its tokens can be computed anew", field=field
-            )
-        for block in blocks:
-            if not self._fits(block):
-                raise IncompatibleStateError(
-                    f"the state of tokens {block.start} to {block.end} is not laid out as this context's own "
-                    f"({_width(block)} bytes a token, here {self._context.row_bytes()}); its tokens can be "
-                    "computed anew",
-                    field="row width",
-                )
-        self.rule = AT_TAIL_STATES if any(block.has_tail_state for block in blocks) else ANY_TOKEN
-        parent, end, taken = self._root_of(here, namespace), 0, []
-        for block in blocks:
-            block.verify()
-            if block.start != end or (block is not blocks[-1] and len(block.tokens) != self._size):
-                raise CorruptStateError(f"blocks of a state do not follow each other at token {end}")
-            rows, tail_state = (
-                None if part is None else part.copy() for part in (block.rows, block.tail_state)
-            )
-            made = Block.make(parent, end, block.tokens.copy(), rows, tail_state)
-            if not self.tiers.memory.store(made) and not self.tiers.lower:
-                break
-            taken.append(made)
-            parent, end = made.id, made.end
-        self.tiers.store_lower(taken)
-        return end
+        return row_width(block) == self._context.row_bytes() and len(block.rows) == len(block.tokens)
 
     # Forgetting.
 
@@ -503,5 +446,5 @@ class BlockCache:
             self.tiers.store_lower(instead)
 
 
-def _width(block: Block) -> int | None:
+def row_width(block: Block) -> int | None:
     return None if block.rows is None else block.rows.shape[1]

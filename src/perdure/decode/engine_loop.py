@@ -18,12 +18,11 @@ from perdure.checks import is_whole
 from perdure.decode.executor import Executor
 from perdure.decode.output_queue import OutputQueue
 from perdure.decode.request import Request
-from perdure.decode.sampling.stage import BreakerTable
+from perdure.decode.sampling.stage import Breakers
 from perdure.decode.scheduler import (
     TIMED,
     BatchScheduler,
     Budget,
-    ExactScheduler,
     PrefillPacer,
     Scheduler,
     Slots,
@@ -44,6 +43,7 @@ from perdure.events.hub import EventHub
 if TYPE_CHECKING:
     from perdure.decode.drafter import Drafter
     from perdure.decode.sampling.grammar import Grammars
+    from perdure.decode.sampling.repetition import BreakerTable
     from perdure.decode.step_events import StepEvents
 
 
@@ -109,7 +109,11 @@ class EngineLoop:
         self._exact = exact
         # Exact replies are cut at fixed places, however long that takes.
         self.pacer = PrefillPacer(chunk=chunk, largest=context.n_batch, stall=0 if exact else stall)
-        self.scheduler: Scheduler = ExactScheduler() if exact else BatchScheduler(hold=stall)
+        self.scheduler: Scheduler = BatchScheduler(hold=stall)
+        if exact:
+            from perdure.decode.exact_scheduler import ExactScheduler
+
+            self.scheduler = ExactScheduler()
         rows = context.capabilities.max_outputs
         self._budget = Budget(
             tokens=context.n_batch, rows=rows, chunk=self.pacer.chunk, alone=self.pacer.alone
@@ -122,7 +126,6 @@ class EngineLoop:
         self._making_events = threading.Lock()
         drafter = (lambda: None) if exact else open_drafter
         self.executor = Executor(context, self.slots, self.pacer, self._hub, self._events, drafter)
-        self._breakers = BreakerTable(model)
         self._adapters = adapters or AdapterTable(model.adapter)
         self._changed = threading.Condition()
         self._waiting: deque[SequenceGroup] = deque()
@@ -165,6 +168,16 @@ class EngineLoop:
                 self._step_events = StepEvents(self._hub, self._context, self._piece)
             return self._step_events
 
+    def _find_breakers(self, texts: tuple[str, ...]) -> Breakers:
+        """The breakers of DRY, which few requests ask for."""
+        return self._breakers.find(texts)
+
+    @functools.cached_property
+    def _breakers(self) -> BreakerTable:
+        from perdure.decode.sampling.repetition import BreakerTable
+
+        return BreakerTable(self._model)
+
     # For callers, from any thread.
 
     def submit(self, request: Request) -> OutputQueue:
@@ -176,7 +189,7 @@ class EngineLoop:
             piece=self._piece,
             context=self._context,
             grammars=lambda: self._grammars,
-            breakers=self._breakers,
+            breakers=self._find_breakers,
             adapters=self._adapters,
             deadline=request.ends_at(time.monotonic()),
             canceller=self,

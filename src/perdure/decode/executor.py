@@ -21,13 +21,13 @@ from perdure.decode.scheduler import TIMED, Budget, Chunk, PrefillPacer, Slots, 
 from perdure.decode.sequence import SequenceGroup, SlotAssignment, TokenSequence
 from perdure.engine.context import Context, Feed
 from perdure.engine.contract import Floats, Rows
-from perdure.engine.row_kernels import ALTERNATIVES, Measures
 from perdure.errors import DecodeCancelled, InvalidInputError, PerdureError
 from perdure.events.hub import EventHub
 
 if TYPE_CHECKING:
     from perdure.decode.drafter import Drafter
     from perdure.decode.step_events import Drawing, StepEvents
+    from perdure.engine.row_kernels.measures import Measures
 
 
 log = logging.getLogger("perdure.decode")
@@ -529,6 +529,8 @@ class Executor:
 def _measure_and_draw(draws: Callable[[Floats], _Drawn], rows: Floats) -> tuple[_Drawn, Measures | None]:
     """Both while the rows are at hand: to ask for them again takes as long as to draw."""
     try:
+        from perdure.engine.row_kernels.measures import ALTERNATIVES, Measures
+
         measures: Measures | None = Measures(rows, ALTERNATIVES)
     except PerdureError:
         # An event that fails is dropped; the reply goes on.

@@ -5,16 +5,13 @@ A reader waits in a thread, in a task of an event loop, or is called in that loo
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import functools
 import logging
 import threading
 import time
-import weakref
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from perdure.decode.request import Delta, Reply
@@ -44,33 +41,14 @@ class ThreadListener:
             waiter.release()
 
 
-class AsyncioListener:
-    """The waiters in one event loop: each is called there, and one call reaches all of them."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        # Weak: the table of listeners must not keep loops alive.
-        self._loop = weakref.ref(loop)
-
-    @classmethod
-    def of(cls, loop: asyncio.AbstractEventLoop) -> AsyncioListener:
-        """The one listener of a loop, so that one call serves all waiters there."""
-        listener = _listeners.get(loop)
-        return listener if listener is not None else _listeners.setdefault(loop, cls(loop))
-
-    def notify(self, waiters: Sequence[Callable[[], None]]) -> None:
-        loop = self._loop()
-        if loop is not None and asyncio._get_running_loop() is loop:
-            _call(waiters)
-        elif loop is not None:
-            # One that is closed has nobody left to wake.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(_call, waiters)
-
-
-_listeners: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncioListener] = (
-    weakref.WeakKeyDictionary()
-)
 THREADS = ThreadListener()
+
+
+class CallReader(Protocol):
+    """Is given deltas by calls in its event loop: `DirectReader` of `asyncio_reader.py`."""
+
+    def push(self, deltas: Sequence[Delta]) -> bool: ...
+    def poll(self) -> None: ...
 
 
 class Canceller(Protocol):
@@ -101,7 +79,7 @@ class OutputQueue:
         self._on_every_change: list[tuple[OutputListener, Any]] = []
         self._on_change: list[tuple[OutputListener, Any]] = []
         self._on_finish: list[tuple[OutputListener, Any]] = []
-        self._direct: DirectReader | None = None
+        self._direct: CallReader | None = None
 
     # For the thread that fills it.
 
@@ -204,18 +182,8 @@ class OutputQueue:
                 return self._ready(finish)
         return True
 
-    async def wait_end(self) -> None:
-        """Have this task wait for the end."""
-        with self.lock:
-            if self.finished:
-                return
-            loop = asyncio.get_running_loop()
-            waiter = loop.create_future()
-            self.listen(AsyncioListener.of(loop), functools.partial(resolve, waiter), finish=True)
-        await waiter
-
     @contextlib.contextmanager
-    def read_by(self, reader: DirectReader) -> Iterator[None]:
+    def read_by(self, reader: CallReader) -> Iterator[None]:
         """While this is open, `reader` is given what comes in its event loop."""
         self._direct = reader
         try:
@@ -236,48 +204,6 @@ class OutputQueue:
         return self.finished or (not finish and bool(self.deltas))
 
 
-class DirectReader:
-    """Reads one output queue in an event loop, by calls: no task is woken for a token.
-
-    It ends when `push` gives False, which is the result, or raises; and when all was read.
-    """
-
-    def __init__(self, output: OutputQueue, push: Callable[[Sequence[Delta]], bool]) -> None:
-        self._output = output
-        self._push = push
-        self._loop = asyncio.get_running_loop()
-        self._listener = AsyncioListener.of(self._loop)
-        self.ended: asyncio.Future[bool] = self._loop.create_future()
-        """Whether all was read."""
-
-    def push(self, deltas: Sequence[Delta]) -> bool:
-        """Read what was never in the queue. False where this is not the event loop, or it has ended."""
-        # The waiting task may have been cancelled meanwhile.
-        if asyncio._get_running_loop() is not self._loop or self.ended.done():
-            return False
-        try:
-            if not self._push(deltas):
-                self.ended.set_result(False)
-        except Exception as error:
-            self.ended.set_exception(error)
-        return True
-
-    def poll(self) -> None:
-        """Read what is in the queue, and listen for more; called in the event loop."""
-        output = self._output
-        while not self.ended.done():
-            with output.lock:
-                deltas = list(output.deltas)
-                output.deltas.clear()
-                if not deltas and not output.finished:
-                    output.listen(self._listener, self.poll)
-                    return
-            if deltas:
-                self.push(deltas)
-            else:
-                self.ended.set_result(True)
-
-
 def notify(queues: Iterable[OutputQueue]) -> None:
     """Tell the listeners of all `queues` what is new: one call a listener."""
     due: dict[OutputListener, list[Any]] = {}
@@ -290,19 +216,6 @@ def notify(queues: Iterable[OutputQueue]) -> None:
         except Exception:
             # Called in the engine thread, which has others to serve.
             log.exception("%d readers could not be notified of their replies", len(waiters))
-
-
-def _call(waiters: Sequence[Callable[[], None]]) -> None:
-    for waiter in waiters:
-        try:
-            waiter()
-        except Exception:
-            log.exception("a reader could not be notified of its reply")
-
-
-def resolve(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 def until(end: float | None) -> float | None:

@@ -333,7 +333,7 @@ class BatchScheduler:
     def next_steps(
         self, groups: Iterable[SequenceGroup], slots: Slots, budget: Budget, *, turn: int
     ) -> list[Step]:
-        step, prefills, suspects = _ready(groups)
+        step, prefills, suspects = ready(groups)
         if slots.context.mixed:
             step, prefills = self._of_one_set(step, prefills, slots.context)
         if REPLIED * len(step) > budget.tokens:
@@ -348,8 +348,8 @@ class BatchScheduler:
 
     def _of_one_set(self, step: list[Chunk], prefills: Ready, context: Context) -> tuple[list[Chunk], Ready]:
         """Those of the set whose turn it is; the next one's, where that is over or has nobody."""
-        decodes = [(_set_of(chunk.sequence, context), chunk) for chunk in step]
-        prompts = [(_set_of(pair[1], context), pair) for pair in prefills]
+        decodes = [(set_of(chunk.sequence, context), chunk) for chunk in step]
+        prompts = [(set_of(pair[1], context), pair) for pair in prefills]
         sets = list(dict.fromkeys([*(each for each, _ in decodes), *(each for each, _ in prompts)]))
         if not sets:
             return step, prefills
@@ -362,13 +362,13 @@ class BatchScheduler:
     def _add_prompts(
         self, step: list[Chunk], prefills: Ready, slots: Slots, budget: Budget, turn: int
     ) -> None:
-        prefills = _first_rank(prefills)
+        prefills = first_rank(prefills)
         # Replies of a later rank may be held up: nobody looks at them.
         alone = len(prefills) == 1 and all(chunk.group.rank > prefills[0][0].rank for chunk in step)
         replied = sum(chunk.count for chunk in step)
         tokens = min(budget.tokens - replied, budget.alone if alone else budget.chunk)
         rows = budget.rows - len(step)
-        for group, sequence in _in_turn(prefills, turn):
+        for group, sequence in in_turn(prefills, turn):
             if tokens <= 0 or rows <= 0:
                 break
             chunk = _prompt_chunk(group, sequence, slots, tokens, rows)
@@ -377,43 +377,7 @@ class BatchScheduler:
             rows -= chunk.count if sequence.scoring else 1
 
 
-class ExactScheduler:
-    """Every step is of one sequence and cut at fixed places, so that a reply has the bits it has alone."""
-
-    def next_steps(
-        self, groups: Iterable[SequenceGroup], slots: Slots, budget: Budget, *, turn: int
-    ) -> list[Step]:
-        # No step has more than one sequence: what is computed by itself elsewhere is a prompt here.
-        chunks, prefills, suspects = _ready(groups)
-        prefills += suspects
-        context = slots.context
-        for chunk in chunks:
-            # Also those that a grammar forced: alone each has the bits that it has where nothing is forced.
-            chunk.count = 1
-        for group, sequence in _in_turn(_first_rank(prefills), turn)[:1]:
-            assert sequence.seq is not None
-            count = context.same_adapters(sequence.seq, sequence.cached, self._count(sequence, budget))
-            if sequence.media:
-                count = sequence.step_within_media(count, context.n_batch)
-            chunks.append(Chunk(group, sequence, sequence.cached, count))
-        if context.mixed:
-            # Those of one set one after the other; the order of steps changes no reply.
-            sets = {_set_of(chunk.sequence, context): None for chunk in chunks}
-            order = {each: at for at, each in enumerate(sets)}
-            chunks.sort(key=lambda chunk: order[_set_of(chunk.sequence, context)])
-        return [[chunk] for chunk in chunks]
-
-    def _count(self, sequence: TokenSequence, budget: Budget) -> int:
-        """Prompts are cut at multiples of the chunk, replies at every token, with any other requests."""
-        length = sequence.prompt_length - sequence.request.resumed
-        if sequence.cached >= length:
-            return 1
-        size = min(budget.chunk, budget.rows) if sequence.scoring else budget.chunk
-        end = min((sequence.cached // size + 1) * size, length)
-        return end - sequence.cached
-
-
-def _ready(groups: Iterable[SequenceGroup]) -> tuple[list[Chunk], Ready, Ready]:
+def ready(groups: Iterable[SequenceGroup]) -> tuple[list[Chunk], Ready, Ready]:
     """Those that have a slot: the next tokens of each reply, the sequences with a prompt or much of a reply
     to compute, and those that are computed by themselves.
 
@@ -447,19 +411,19 @@ def _cut_forced(step: Sequence[Chunk], tokens: int) -> None:
             spare -= chunk.count - 1
 
 
-def _set_of(sequence: TokenSequence, context: Context) -> AdapterSet:
+def set_of(sequence: TokenSequence, context: Context) -> AdapterSet:
     """What the next token of a sequence is computed with."""
     assert sequence.seq is not None
     return context.adapters_of(sequence.seq).at(sequence.cached)
 
 
-def _first_rank(prefills: Ready) -> Ready:
+def first_rank(prefills: Ready) -> Ready:
     """The prompts that are read now: those of the first rank that there is."""
     first = min((group.rank for group, _ in prefills), default=0)
     return [pair for pair in prefills if pair[0].rank == first]
 
 
-def _in_turn(prefills: Ready, turn: int) -> Ready:
+def in_turn(prefills: Ready, turn: int) -> Ready:
     first = turn % len(prefills) if prefills else 0
     return prefills[first:] + prefills[:first]
 

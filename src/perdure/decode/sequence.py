@@ -27,7 +27,7 @@ from perdure.decode.request import (
     Usage,
 )
 from perdure.decode.sampling.sampler import CompiledChain, Sampler, Shown
-from perdure.decode.sampling.stage import BreakerTable, Candidates
+from perdure.decode.sampling.stage import Breakers, Candidates
 from perdure.decode.stops import RepetitionGuard, TextStream
 from perdure.engine.adapters import AdapterSet, AdapterTable
 from perdure.engine.context import Context
@@ -553,7 +553,7 @@ def make_group(
     piece: Callable[..., bytes],
     context: Context,
     grammars: Callable[[], Grammars],
-    breakers: BreakerTable,
+    breakers: Callable[[tuple[str, ...]], Breakers],
     adapters: AdapterTable,
     deadline: float | None,
     canceller: Canceller | None = None,
@@ -594,7 +594,7 @@ def make_group(
             group.cancelled = True
     group.rank = Rank.IDLE if request.idle else _RANKS[request.priority]
     for index, matcher in enumerate(matchers):
-        sampler = Sampler(sampling.seeded(index), n_ctx=context.n_ctx, breakers=breakers.find)
+        sampler = Sampler(sampling.seeded(index), n_ctx=context.n_ctx, breakers=breakers)
         sampler.prime(request.prompt)
         group.sequences.append(
             TokenSequence(

@@ -19,7 +19,7 @@ from perdure.decode.request import Request
 from perdure.decode.sequence import SequenceGroup, TokenSequence
 from perdure.engine.context import Context
 from perdure.engine.contract import Floats
-from perdure.engine.row_kernels import ALTERNATIVES, Measures
+from perdure.engine.row_kernels.measures import ALTERNATIVES, Measures
 from perdure.errors import PerdureError
 from perdure.events.hub import EventHub
 from perdure.events.subscription import Subscription

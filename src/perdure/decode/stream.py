@@ -21,7 +21,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
 
-from perdure.decode.output_queue import NAP, AsyncioListener, DirectReader, OutputQueue, resolve, until
+from perdure.decode.output_queue import NAP, OutputQueue, until
 from perdure.decode.request import Delta, Reply, Request, Usage
 
 log = logging.getLogger("perdure.decode")
@@ -204,13 +204,15 @@ class Stream(Generic[D, R]):
 
     async def areplies(self) -> list[R]:
         """Like `replies`, for asyncio."""
+        from perdure.decode.asyncio_reader import wait_end
+
         with self._cancelled_with_task():
             while True:
                 output, reader = self.output, self._reader
                 if reader is not None and reader.may_interrupt:
                     await self._aread(output, reader, lambda deltas: True)
                 else:
-                    await output.wait_end()
+                    await wait_end(output)
                 if not await self._aadvance(output):
                     return self._replies()
 
@@ -230,6 +232,8 @@ class Stream(Generic[D, R]):
                     return True
 
     async def __aiter__(self) -> AsyncIterator[D]:
+        from perdure.decode.asyncio_reader import AsyncioListener, resolve
+
         listener = AsyncioListener.of(loop := asyncio.get_running_loop())
         with self._cancelled_with_task():
             while True:
@@ -265,8 +269,10 @@ class Stream(Generic[D, R]):
         self, output: OutputQueue, reader: DeltaReader[D] | None, push: Callable[[Sequence[D]], bool]
     ) -> bool:
         """Push what comes of one request: whether all of it was pushed."""
+        from perdure.decode.asyncio_reader import pushed, wait_end
+
         if reader is None:
-            return await _pushed(output, cast(Callable[[Sequence[Delta]], bool], push))
+            return await pushed(output, cast(Callable[[Sequence[Delta]], bool], push))
         goes_on = True
 
         def show(deltas: Sequence[Delta]) -> bool:
@@ -284,10 +290,10 @@ class Stream(Generic[D, R]):
             return goes_on and not reader.spent
 
         if not reader.spent:
-            await _pushed(output, show)
+            await pushed(output, show)
         if goes_on and reader.spent:
             output.cancel()
-            await output.wait_end()
+            await wait_end(output)
         return goes_on
 
     @contextlib.contextmanager
@@ -377,13 +383,6 @@ class Stream(Generic[D, R]):
         # Takes no lock: the garbage collector may call this anywhere.
         if (output := getattr(self, "output", None)) is not None and not output.finished:
             output.cancel()
-
-
-async def _pushed(output: OutputQueue, push: Callable[[Sequence[Delta]], bool]) -> bool:
-    reader = DirectReader(output, push)
-    with output.read_by(reader):
-        reader.poll()
-        return await reader.ended
 
 
 class _Cancellable(Protocol):

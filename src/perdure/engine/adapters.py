@@ -16,14 +16,16 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.engine.contract import Adapter
 from perdure.errors import InvalidInputError, ModelNotFoundError
 from perdure.identity import file_version
+
+if TYPE_CHECKING:
+    from perdure.engine.core import Adapter
 
 MAX_ADAPTERS = 64
 """In one set."""

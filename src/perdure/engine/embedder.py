@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import enum
 import threading
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perdure.closing import Closing
 from perdure.engine.adapters import PLAIN, AdapterSet
-from perdure.engine.contract import Batch, BatchPart, Core, Floats, Outcome, Tokens, token_array
+from perdure.engine.contract import Batch, BatchPart, Floats, Outcome, Tokens, token_array
 from perdure.errors import (
     ClosedError,
     ContextOverflow,
@@ -23,6 +24,9 @@ from perdure.errors import (
     EngineError,
     InvalidInputError,
 )
+
+if TYPE_CHECKING:
+    from perdure.engine.core import Core
 
 CHUNK = 64
 """Tokens a step, always: a vector's last bits depend on it."""

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from perdure.closing import Closing
 from perdure.engine.context import Context
-from perdure.engine.contract import Adapter, Tokenizer
+from perdure.engine.contract import Tokenizer
 from perdure.engine_config import ContextConfig
 
 if TYPE_CHECKING:
+    from perdure.engine.core import Adapter
     from perdure.engine.embedder import Embedder
 
 

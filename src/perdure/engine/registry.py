@@ -14,7 +14,6 @@ takes a source:
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -141,36 +140,7 @@ class Engine:
         yield Finding("engine", "ok", f"{self.name} is registered")
 
 
-class FactoryEngine(Engine):
-    """Models that a function makes: the source is "module:function"."""
-
-    name = "factory"
-    _PATTERN = re.compile(r"(?!hf:|ollama:|lmstudio:)[A-Za-z_]\w*(\.\w+)*:(?!latest$)[A-Za-z_]\w*")
-
-    def opens(self, source: Source) -> bool:
-        if not isinstance(source, str) or self._PATTERN.fullmatch(source) is None:
-            return False
-        from perdure.models.catalogue import find
-
-        # `gemma4:e4b` is a model's name.
-        return find(source) is None
-
-    def open(
-        self,
-        source: str,
-        *,
-        cells: int,
-        progress: Callable[[float], bool] | None = None,
-        **loading: Unpack[LoadingKeywords],
-    ) -> EngineModel:
-        return cast("EngineModel", imported(source, "function that makes a model")())
-
-    def findings(self) -> Iterator[Finding]:
-        return iter(())
-
-
-FACTORY = FactoryEngine()
-_FACTORY = f"{__name__}:FACTORY"
+_FACTORY = "perdure.engine.factory:FACTORY"
 _LLAMA = "perdure.engine.llama.engine:ENGINE"
 _registered: list[str] = []
 

@@ -28,20 +28,20 @@ from perdure.errors import (
 )
 from perdure.extension import part
 from perdure.sessions.history import TurnReference
-from perdure.sessions.info import RESPONSE, SessionInfo, SessionMemory, Tree, check_session_name
+from perdure.sessions.info import RESPONSE, SessionInfo, SessionMemory, check_session_name
 from perdure.sessions.pending_turn import PendingTurns
 from perdure.sessions.session import Session
 from perdure.sessions.store.registry import open_store
 from perdure.sessions.turn import (
     Turn,
     check_settings,
-    said_messages,
     written_settings,
 )
 
 if TYPE_CHECKING:
     from perdure.sessions.memories import Memories
     from perdure.sessions.store.base import SessionStore
+    from perdure.sessions.tree import Tree
 
 _SAVED_AT_ONCE = 256
 """Tokens that a session has grown by when its state is next written."""
@@ -219,48 +219,6 @@ class Sessions(Closing):
         """Forget a session, also one whose turns cannot be read any more. Forks of it, and memories, stay."""
         self.check_open()
         self._opened(self.store.find(namespace, name)).delete()
-
-    def respond(
-        self,
-        name: str,
-        origin: Mapping[str, Any],
-        *,
-        after: Session | None = None,
-        turn: int | None = None,
-        namespace: str = "",
-        kind: str = RESPONSE,
-        said: Sequence[Message] = (),
-    ) -> Session:
-        """A session for one response: it starts where `after` stands, or after its turn number `turn`, and
-        its next turn is the response. A new one may begin with what was `said` already.
-
-        Its origin says where that is. History and number of turns are of one moment: `after` may go on
-        meanwhile.
-        """
-        check_session_name(name)
-        for message in said:
-            for _, image in message.images:
-                self.chat_format.keep_image(image, namespace)
-        if after is None:
-            origin = {"session": None, "turn": 0, **origin}
-            turns = [Turn(kind="start", messages=())]
-            if said:
-                messages = tuple(said_messages(said))
-                turns.append(
-                    Turn(kind="turn", messages=messages, created=time.time(), before=turns[0].digest)
-                )
-            with self._lock:
-                info = self.store.create(namespace, name, turns, kind=kind, origin=origin)
-                return self._opened(info)
-        history, saved = after.standing(turn), after.saved
-        origin = {"session": after.name, "turn": len(history), **origin}
-        with self._lock:
-            info = self.store.create(
-                namespace, name, head=history.head, digest=history.place.digest, kind=kind, origin=origin
-            )
-            session = self._opened(info)
-            session.rebase(history, saved)
-            return session
 
     def response(self, name: str, namespace: str = "") -> Session:
         """The stored response of that id, as the session whose last turn it is."""

@@ -4,12 +4,10 @@ from perdure.engine import registry
 from perdure.engine.adapters import PLAIN, AdapterSet, AdapterTable
 from perdure.engine.advice import Advisor, remembered
 from perdure.engine.contract import (
-    Adapter,
     Batch,
     BatchPart,
     Capture,
     ContextKeywords,
-    Core,
     Floats,
     LoadingKeywords,
     ModelInfo,
@@ -18,11 +16,12 @@ from perdure.engine.contract import (
     TokenRows,
     check_token,
 )
+from perdure.engine.core import Adapter, Core
 from perdure.engine.embedder import CHUNK
 from perdure.engine.inspection import Traced
 from perdure.engine.model import EngineModel, FileModel
 from perdure.engine.registry import Agree, Bars, Engine, Finding, Source, no_bars
-from perdure.engine.row_kernels import Measure, measure
+from perdure.engine.row_kernels.measures import Measure, measure
 
 __all__ = [
     "CHUNK",

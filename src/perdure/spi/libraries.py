@@ -2,10 +2,10 @@
 
 from perdure import libraries
 from perdure.engine.llama.native import probe
-from perdure.engine.llama.native.choice import ChosenLibrary, choose
+from perdure.engine.llama.native.choice import ChosenLibrary, choose, find_library
 from perdure.engine.llama.native.library import loaded
 from perdure.engine.llama.native.probe_results import ProbeResult, gpu_backends, remembered
-from perdure.engine.llama.native.source import LibrarySource, candidates, find_library, library_folder
+from perdure.engine.llama.native.source import LibrarySource, candidates, library_folder
 from perdure.libraries import Installed
 from perdure.libraries.machine import LibraryFit, fits, installable, read_machine
 from perdure.libraries.runtime import RUNTIMES, compat_drivers, install_runtime, runtime_folders

@@ -1,14 +1,7 @@
 """For extensions that use llama.cpp itself: its library, its models and their files."""
 
-from perdure.engine.llama.core import (
-    CachedState,
-    CachedStateCore,
-    ContextCore,
-    CoreKeywords,
-    CoreMaker,
-    CoreSetup,
-    LlamaCore,
-)
+from perdure.engine.llama.core import CachedState, CoreKeywords, LlamaCore
+from perdure.engine.llama.core_maker import CachedStateCore, ContextCore, CoreMaker, CoreSetup
 from perdure.engine.llama.layer_plan import room_now
 from perdure.engine.llama.model import TracePass, weights_of
 from perdure.engine.llama.native import library

@@ -23,52 +23,9 @@ from perdure.errors import (
     StoreReadOnlyError,
     StoreVersionError,
 )
-from perdure.events.background import BackgroundThread
 
 APPLICATION = 0x50455244
 """Marks the file as ours ("PERD")."""
-
-MIGRATIONS: Sequence[str] = (
-    """
-    CREATE TABLE block (
-        id BLOB PRIMARY KEY,
-        parent BLOB NOT NULL,
-        start INTEGER NOT NULL,
-        tokens BLOB NOT NULL,
-        has_rest INTEGER NOT NULL,
-        nbytes INTEGER NOT NULL,
-        used INTEGER NOT NULL
-    ) WITHOUT ROWID;
-    CREATE INDEX block_parent ON block (parent);
-    CREATE INDEX block_used ON block (used);
-    CREATE TABLE record (
-        number INTEGER PRIMARY KEY,
-        namespace TEXT NOT NULL,
-        tokens BLOB NOT NULL,
-        root BLOB NOT NULL,
-        UNIQUE (root, tokens)
-    );
-    CREATE TABLE label (
-        record INTEGER NOT NULL REFERENCES record (number) ON DELETE CASCADE,
-        name TEXT NOT NULL,
-        PRIMARY KEY (record, name)
-    ) WITHOUT ROWID;
-    """,
-    # What follows a block is found by its tokens; the oldest leaf and the totals without looking at others.
-    """
-    DROP INDEX block_parent;
-    DROP INDEX block_used;
-    CREATE INDEX block_follows ON block (parent, tokens);
-    ALTER TABLE block ADD COLUMN leaf INTEGER NOT NULL DEFAULT 1;
-    UPDATE block SET leaf = 0 WHERE id IN (SELECT parent FROM block);
-    CREATE INDEX block_leaf ON block (used) WHERE leaf = 1;
-    CREATE TABLE total (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
-    INSERT INTO total SELECT 'blocks', count(*) FROM block;
-    INSERT INTO total SELECT 'nbytes', CAST(total(nbytes) AS INTEGER) FROM block;
-    INSERT INTO total SELECT 'clock', coalesce(max(used), 0) FROM block
-    """,
-)
-
 
 _SCHEMA = "SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY type, name"
 
@@ -147,12 +104,17 @@ class Index:
         erases: bool = False,
         before_migration: Callable[[Index, int], None] | None = None,
     ) -> None:
-        """Without a path, in memory. `functions` are for its SQL, `advice` is for the error of a damaged
-        index. With `erases`, what is deleted is in none of its files once the change is made.
-        `before_migration` is called with the version of an older one that is about to be changed."""
+        """Without a path, in memory. Without `migrations` it has the tables of blocks. `functions` are for
+        its SQL, `advice` is for the error of a damaged index. With `erases`, what is deleted is in none of
+        its files once the change is made. `before_migration` is called with the version of an older one that
+        is about to be changed."""
         self._path = path
         self._erases = erases
-        self._migrations = tuple(MIGRATIONS if migrations is None else migrations)
+        if migrations is None:
+            from perdure.store.block_schema import MIGRATIONS
+
+            migrations = MIGRATIONS
+        self._migrations = tuple(migrations)
         self._functions = functions or {}
         self._advice = advice
         self._before_migration = before_migration
@@ -499,56 +461,3 @@ def _migrate(db: sqlite3.Connection, number: int, statements: str) -> None:
         with suppress(sqlite3.Error):
             db.execute("ROLLBACK")
         raise
-
-
-class TableCheck:
-    """Whether every row of some tables is found through each of their indexes.
-
-    It takes longer the more rows there are, so opening a store does not wait for it. A caller that relies on
-    a row not being there waits: what is found proves itself, what is missed does not.
-    """
-
-    def __init__(self, index: Index, tables: Sequence[str]) -> None:
-        self._index = index
-        self._tables = tables
-        self._reader = index.connect_reader()
-        self._done = threading.Event()
-        self._error: StoreError | None = None
-        self._thread: threading.Thread | None = None
-        if self._reader is None or index.created:
-            # What nobody wrote to a disk was not damaged there.
-            self._done.set()
-            return
-        self._thread = BackgroundThread(self._run, name="perdure-check")
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Return once all tables were found sound; raise where one is damaged."""
-        self._done.wait()
-        self.refuse_damaged()
-
-    def refuse_damaged(self) -> None:
-        """Raise where damage is known already."""
-        if self._error is not None:
-            raise self._error
-
-    def close(self) -> None:
-        if self._thread is not None and self._reader is not None:
-            while self._thread.is_alive():
-                self._reader.interrupt()
-                self._thread.join(0.01)
-        if self._reader is not None:
-            self._reader.close()
-
-    def _run(self) -> None:
-        try:
-            for table in self._tables:
-                self._index.check(table, self._reader)
-        except StoreError as error:
-            self._error = error
-        except BaseException as error:
-            # What was not checked is not taken for sound.
-            self._error = StoreError(f"the tables could not be checked: {error!r}")
-            raise
-        finally:
-            self._done.set()

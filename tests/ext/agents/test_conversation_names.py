@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from perdure.ext.agents.agent_conversation import AgentConversation
-from perdure.sessions.info import as_tree
+from perdure.sessions.tree import as_tree
 from server.test_branches import (
     PROTOCOLS,
     SAID,

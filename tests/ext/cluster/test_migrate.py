@@ -20,6 +20,7 @@ from perdure.sessions.info import RESPONSE
 from perdure.sessions.store.base import SessionStore
 from perdure.sessions.store.registry import open_store, store_folder
 from perdure.sessions.store.sql.store import SqlStore
+from perdure.sessions.store.sql.upkeep import bring_session, every_row
 from sessions.test_store_contract import START, created, turns
 
 
@@ -45,9 +46,11 @@ def content(store: SessionStore) -> Any:
     assert isinstance(store, SqlStore)
     sessions = [
         (row[1], row[2], row[3], row[5], row[6], row[7], row[8], row[9], bytes(row[10]))
-        for row in store.every()[0]
+        for row in every_row(store)[0]
     ]
-    memories = [(row[1], row[2], row[4], row[5], row[6], row[7], bytes(row[8])) for row in store.every()[1]]
+    memories = [
+        (row[1], row[2], row[4], row[5], row[6], row[7], bytes(row[8])) for row in every_row(store)[1]
+    ]
     return sorted(sessions), sorted(memories), store.sizes()
 
 
@@ -159,12 +162,13 @@ def test_what_is_deleted_at_last_while_it_is_copied_is_deleted_there(places: tup
 def test_a_run_that_was_interrupted_goes_on(
     places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from perdure.ext.upkeep import migration
     from perdure.ext.upkeep.store import migrate
 
     source, target = places
     with closing(open_store(source)) as first, closing(open_store(target)) as second:
         filled(first)
-        bring, calls = SqlStore.bring, iter(range(100))
+        bring, calls = bring_session, iter(range(100))
 
         def failing(self: SqlStore, info: Any, given: Sequence[Turn], *, head: int | None) -> Any:
             if next(calls) == 2:
@@ -172,7 +176,7 @@ def test_a_run_that_was_interrupted_goes_on(
             return bring(self, info, given, head=head)
 
         with monkeypatch.context() as patch:
-            patch.setattr(SqlStore, "bring", failing)
+            patch.setattr(migration, "bring_session", failing)
             with pytest.raises(KeyboardInterrupt):
                 migrate(source, target, quiet)
         found = migrate(source, target, quiet)
@@ -247,18 +251,18 @@ def test_the_command_says_what_it_did(postgres: PostgresServer, tmp_path: Path) 
 @pytest.mark.extension("upkeep")
 def test_a_turn_that_does_not_read_back_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: the new store forgets the last turn of what it is given."""
-    from perdure.ext.upkeep.migration import Migration
+    from perdure.ext.upkeep import migration
     from perdure.ext.upkeep.store import migrate
 
     with closing(open_store(tmp_path / "a")) as first:
         created(first, "s", 3)
-    bring = SqlStore.bring
+    bring = bring_session
 
     def forgetful(self: SqlStore, info: Any, given: Sequence[Turn], *, head: int | None) -> Any:
         return bring(self, info, given[:-1], head=head)
 
-    monkeypatch.setattr(SqlStore, "bring", forgetful)
-    found: Migration = migrate(tmp_path / "a", tmp_path / "b", quiet)
+    monkeypatch.setattr(migration, "bring_session", forgetful)
+    found = migrate(tmp_path / "a", tmp_path / "b", quiet)
     assert not found.whole
     assert CorruptStateError.__name__ not in str(found)
 

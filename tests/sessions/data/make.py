@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import perdure
+from perdure.sessions.responses import respond
 
 folder = Path(sys.argv[1])
 
@@ -50,7 +51,7 @@ with perdure.open(toy.ToyModel(), store=folder / "store", **settings) as rt:
         about = {"how": "chat", "request": {"messages": [{"role": "user", "content": "Hi"}]}, "seed": 7}
         streams.write_record(rt.sessions, "", "chatcmpl-1", about, seconds=60)
     if hasattr(rt.sessions, "respond"):
-        rt.sessions.respond("resp_1", {"how": "response"}, after=alice).say("Again?", max_tokens=4)
+        respond(rt.sessions, "resp_1", {"how": "response"}, after=alice).say("Again?", max_tokens=4)
     alice.export(folder / "alice.perdure")
     alice.export(folder / "words.perdure", state=False)
 if backup is not None:

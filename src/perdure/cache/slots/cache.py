@@ -452,8 +452,10 @@ class SlotCache(Slots):
         self, tokens: Ids, namespace: str, adapters: AdapterSet | None = None
     ) -> tuple[Identity, list[Block]]:
         """The blocks of a prefix, as far as it is kept, and the identity under which they hold."""
+        from perdure.cache.transfer import pack_prefix
+
         self.store(tokens, namespace, adapters)
-        blocks = self.blocks.pack(tokens, namespace, adapters)
+        blocks = pack_prefix(self.blocks, tokens, namespace, adapters)
         length = blocks[-1].end if blocks else 0
         return self.context.identity_of(self._chosen(adapters), length), blocks
 
@@ -465,7 +467,9 @@ class SlotCache(Slots):
         adapters: AdapterSet | None = None,
     ) -> int:
         """Take in blocks that were packed elsewhere; how many tokens they hold."""
-        return self.blocks.unpack(identity, blocks, namespace, adapters)
+        from perdure.cache.transfer import unpack_prefix
+
+        return unpack_prefix(self.blocks, identity, blocks, namespace, adapters)
 
     def drop_stored(self, tokens: Ids, namespace: str, adapters: AdapterSet | None = None) -> None:
         """Drop from memory what a lower tier has of `tokens` and nothing else in memory goes on from."""

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from perdure.cache.block import AnyBlock, Block, BlockId, BlockMeta, LoadedPrefix, PrefixHit
 from perdure.cache.prefix_search import ReuseRule, common_prefix_length, merged
 from perdure.cache.tiers.memory import MemoryTier
-from perdure.engine.parallel import spread
 from perdure.errors import CorruptStateError
 
 if TYPE_CHECKING:
@@ -202,6 +201,8 @@ class Tiers:
         """Several at a time: most of it is waiting and hashing, even where they are small."""
         if not metas:
             return {}
+        from perdure.engine.parallel import spread
+
         start = time.perf_counter()
         names = [meta.id for meta in metas]
         blocks = list(spread(tier.load, names, sum(meta.nbytes for meta in metas), large=0))

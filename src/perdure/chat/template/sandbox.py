@@ -27,16 +27,11 @@ from jinja2.utils import Namespace, _PassArg, pass_context, pass_eval_context
 
 from perdure.chat.template.limits import (
     CHECKS,
-    FILTER_SIZES,
-    METHOD_SIZES,
     BoundedContext,
     CheckInserter,
     Paced,
     RenderLimits,
-    check_field,
-    check_product,
     finalized,
-    formatted,
     limits_of,
 )
 from perdure.errors import TemplateError
@@ -157,6 +152,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         limits = limits_of(__context)
         limits.tick()
         if type(__obj) is BuiltinMethodType:
+            from perdure.chat.template.sizes import METHOD_SIZES
+
             owner = __obj.__self__
             if isinstance(owner, str) and __obj.__name__ in METHOD_SIZES:
                 args = _sized(limits, args)
@@ -194,8 +191,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 return made
         elif operator == "%":
             if isinstance(left, (str, bytes)):
+                from perdure.chat.template.sizes import formatted
+
                 limits.fits(formatted(limits, left, right))
         else:
+            from perdure.chat.template.sizes import check_product
+
             check_product(limits, operator, left, right)
         made = super().call_binop(context, operator, left, right)
         if operator != "+":
@@ -229,13 +230,14 @@ def _listed(limits: RenderLimits, items: Iterator[Any]) -> list[Any]:
 
 def _bounded_filter(name: str, made_by: Callable[..., Any]) -> Callable[..., Any]:
     takes = _PassArg.from_obj(made_by)
-    grows = FILTER_SIZES.get(name)
 
     @pass_context
     def bounded(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
         limits = limits_of(context)
         limits.tick()
-        if grows is not None:
+        from perdure.chat.template.sizes import FILTER_SIZES
+
+        if (grows := FILTER_SIZES.get(name)) is not None:
             if isinstance(value, Iterator):
                 value = _listed(limits, value)
             limits.fits(grows(limits, value, *args, **kwargs))
@@ -268,6 +270,8 @@ class _Formatter(SandboxedFormatter):
     _most = 4 << 20
 
     def format_field(self, value: Any, format_spec: str) -> str:
+        from perdure.chat.template.sizes import check_field
+
         check_field(format_spec)
         made: str = string.Formatter.format_field(self, value, format_spec)
         self._most -= len(made)

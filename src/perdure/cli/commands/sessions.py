@@ -108,7 +108,7 @@ def ls(
     as_json: Json = False,
 ) -> None:
     """List the sessions, the latest first. Those that an agent started stand below its own."""
-    from perdure.sessions.info import as_tree
+    from perdure.sessions.tree import as_tree
 
     with session_store_in(store) as session_store:
         last = session_store.find(namespace, after) if after is not None else None

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections import Counter, deque
+import threading
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable
 from typing import Self
 
 import numpy as np
 
 from perdure.decode.sampling.stage import Breakers, Scope, Steering
 from perdure.engine.contract import Floats
+from perdure.engine.model import EngineModel
 from perdure.request_options import Sampling
 
 _LOG_FLOAT_MAX = 88.7228391
+_LONGEST_BREAKER = 40
+_LONGEST_TAIL = 20
+_KNOWN_TOKENS = 1 << 18
+"""Tokens in all sets of breakers that a model keeps: about 50 MiB."""
 
 
 class Penalties(Steering):
@@ -133,3 +141,54 @@ class Dry(Steering):
             if longest >= 0:
                 return back - longest
         return count
+
+
+class BreakerTable:
+    """The breakers of one model, each set worked out once: every token is looked at for it."""
+
+    def __init__(self, model: EngineModel) -> None:
+        self._model = model
+        self._lock = threading.Lock()
+        self._known: OrderedDict[tuple[str, ...], Breakers] = OrderedDict()
+
+    def find(self, texts: tuple[str, ...]) -> Breakers:
+        with self._lock:
+            if (known := self._known.get(texts)) is not None:
+                self._known.move_to_end(texts)
+                return known
+            breakers: dict[int, list[tuple[int, ...]]] = {}
+            for text in texts:
+                self._add(text.encode()[:_LONGEST_BREAKER], breakers)
+            self._known[texts] = breakers
+            # A breaker such as a space is in a third of a vocabulary.
+            while len(self._known) > 1 and sum(map(len, self._known.values())) > _KNOWN_TOKENS:
+                self._known.popitem(last=False)
+            return breakers
+
+    @functools.cached_property
+    def _words(self) -> list[bytes]:
+        model = self._model
+        words = [model.piece(token, special=True) for token in range(model.n_vocab)]
+        spaced = next((token for token, word in enumerate(words) if word.startswith(b" ")), None)
+        # Some vocabularies drop the space before the first word of a text.
+        if spaced is not None and not model.detokenize([spaced], special=True).startswith(" "):
+            words = [word.removeprefix(b" ") for word in words]
+        return words
+
+    def _add(self, breaker: bytes, breakers: dict[int, list[tuple[int, ...]]]) -> None:
+        for token, word in enumerate(self._words):
+            if breaker in word:
+                breakers.setdefault(token, []).append(())
+                continue
+            for tail in _tails(word, breaker):
+                ids = self._model.tokenize(tail.decode("utf-8", "replace"), special=False, bos=False)
+                if (known := tuple(ids[:_LONGEST_TAIL])) not in (tails := breakers.setdefault(token, [])):
+                    tails.append(known)
+
+
+def _tails(word: bytes, breaker: bytes) -> Iterable[bytes]:
+    """What is left of `breaker` after each beginning of it that `word` ends with."""
+    for start in range(len(word)):
+        length = len(word) - start
+        if length < len(breaker) and word[start:] == breaker[:length]:
+            yield breaker[length:]

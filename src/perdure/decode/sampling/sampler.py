@@ -36,7 +36,6 @@ from perdure.decode.sampling.stage import (
 )
 from perdure.engine import row_kernels
 from perdure.engine.contract import Candidate, Floats, log_norm
-from perdure.engine.parallel import spread
 from perdure.engine.row_kernels import NothingToDraw
 from perdure.errors import EngineError
 from perdure.request_options import Sampling
@@ -467,6 +466,8 @@ def _draw_by_key(
 
 def _shown(rows: Floats, tokens: Sequence[int], count: int) -> Iterator[Shown]:
     ids, logits = row_kernels.top_k(rows, min(max(count, 1), rows.shape[1]))
+    from perdure.engine.parallel import spread
+
     norms = spread(log_norm, list(rows), rows.nbytes)
     for row, token, norm, best in zip(rows, tokens, norms, zip(ids, logits, strict=True), strict=True):
         pairs = zip(*(each[:count].tolist() for each in best), strict=True)

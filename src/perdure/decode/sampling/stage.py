@@ -13,10 +13,7 @@ Rows that need nothing but stages that the compiled path knows never come here: 
 
 from __future__ import annotations
 
-import functools
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeAlias
 
@@ -24,7 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.engine.contract import Floats
-from perdure.engine.model import EngineModel
 from perdure.engine.row_kernels import top_k
 from perdure.request_options import Sampling
 
@@ -201,12 +197,7 @@ def masked(row: Floats, mask: NDArray[np.uint8]) -> Floats:
     return np.where(allowed, row, np.float32(-np.inf))
 
 
-# Steering: a bias on tokens. Penalties and DRY are in `repetition.py`, which looks for breakers here.
-
-_LONGEST_BREAKER = 40
-_LONGEST_TAIL = 20
-_KNOWN_TOKENS = 1 << 18
-"""Tokens in all sets of breakers that a model keeps: about 50 MiB."""
+# Steering: a bias on tokens. Penalties and DRY are in `repetition.py`.
 
 
 class Bias(Steering):
@@ -225,54 +216,3 @@ class Bias(Steering):
 
     def apply(self, row: Floats) -> None:
         row[self.ids] += self.values
-
-
-class BreakerTable:
-    """The breakers of one model, each set worked out once: every token is looked at for it."""
-
-    def __init__(self, model: EngineModel) -> None:
-        self._model = model
-        self._lock = threading.Lock()
-        self._known: OrderedDict[tuple[str, ...], Breakers] = OrderedDict()
-
-    def find(self, texts: tuple[str, ...]) -> Breakers:
-        with self._lock:
-            if (known := self._known.get(texts)) is not None:
-                self._known.move_to_end(texts)
-                return known
-            breakers: dict[int, list[tuple[int, ...]]] = {}
-            for text in texts:
-                self._add(text.encode()[:_LONGEST_BREAKER], breakers)
-            self._known[texts] = breakers
-            # A breaker such as a space is in a third of a vocabulary.
-            while len(self._known) > 1 and sum(map(len, self._known.values())) > _KNOWN_TOKENS:
-                self._known.popitem(last=False)
-            return breakers
-
-    @functools.cached_property
-    def _words(self) -> list[bytes]:
-        model = self._model
-        words = [model.piece(token, special=True) for token in range(model.n_vocab)]
-        spaced = next((token for token, word in enumerate(words) if word.startswith(b" ")), None)
-        # Some vocabularies drop the space before the first word of a text.
-        if spaced is not None and not model.detokenize([spaced], special=True).startswith(" "):
-            words = [word.removeprefix(b" ") for word in words]
-        return words
-
-    def _add(self, breaker: bytes, breakers: dict[int, list[tuple[int, ...]]]) -> None:
-        for token, word in enumerate(self._words):
-            if breaker in word:
-                breakers.setdefault(token, []).append(())
-                continue
-            for tail in _tails(word, breaker):
-                ids = self._model.tokenize(tail.decode("utf-8", "replace"), special=False, bos=False)
-                if (known := tuple(ids[:_LONGEST_TAIL])) not in (tails := breakers.setdefault(token, [])):
-                    tails.append(known)
-
-
-def _tails(word: bytes, breaker: bytes) -> Iterable[bytes]:
-    """What is left of `breaker` after each beginning of it that `word` ends with."""
-    for start in range(len(word)):
-        length = len(word) - start
-        if length < len(breaker) and word[start:] == breaker[:length]:
-            yield breaker[length:]

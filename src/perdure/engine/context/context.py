@@ -18,16 +18,7 @@ from perdure.checks import check_whole, is_integer
 from perdure.engine.adapters import AdapterSet
 from perdure.engine.context.guarded_core import GuardedCore, Undoing, overflow
 from perdure.engine.context.ledger import EMPTY, Mark, Source, marked, outputs
-from perdure.engine.contract import (
-    Adapter,
-    BatchPart,
-    Capture,
-    Floats,
-    GuessingCore,
-    Rows,
-    Tokens,
-    check_token,
-)
+from perdure.engine.contract import BatchPart, Capture, Floats, GuessingCore, Rows, Tokens, check_token
 from perdure.errors import (
     CannotRewindError,
     EngineError,
@@ -38,6 +29,7 @@ from perdure.errors import (
 )
 
 if TYPE_CHECKING:
+    from perdure.engine.core import Adapter
     from perdure.engine.inspection import KeyValues, Trace
     from perdure.engine.logits import LogitsView
     from perdure.engine.state import Checkpoint

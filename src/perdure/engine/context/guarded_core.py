@@ -20,15 +20,7 @@ from perdure.checks import is_integer
 from perdure.closing import Closing
 from perdure.engine.adapters import PLAIN, AdapterSet
 from perdure.engine.context.ledger import Ledger, Mark, StepRows, Undo
-from perdure.engine.contract import (
-    Batch,
-    BatchPart,
-    Capabilities,
-    Core,
-    Outcome,
-    Tokens,
-    token_array,
-)
+from perdure.engine.contract import Batch, BatchPart, Capabilities, Outcome, Tokens, token_array
 from perdure.errors import (
     ClosedError,
     ContextOverflow,
@@ -45,6 +37,7 @@ from perdure.identity import Identity
 from perdure.memory import MemorySpec
 
 if TYPE_CHECKING:
+    from perdure.engine.core import Core
     from perdure.engine.media import MediaCore, MediaSource, MediumRows
 
 _IDENTITIES = 256

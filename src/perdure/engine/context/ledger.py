@@ -12,11 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure.checks import is_integer
-from perdure.engine.contract import Core, Rows, Step
+from perdure.engine.contract import Rows, Step
 from perdure.errors import RowError
 from perdure.memory import MemorySpec
 
 if TYPE_CHECKING:
+    from perdure.engine.core import Core
     from perdure.engine.logits import LogitsView
 
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import operator
 import threading
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import byref
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Required, TypedDict, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Required, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perdure import system
-from perdure.engine.contract import Adapter, Batch, BatchPart, Capture, Core, Floats, Outcome
+from perdure.engine.contract import Batch, BatchPart, Capture, Floats, Outcome
 from perdure.engine.llama.native import declarations, library
 from perdure.engine.llama.native.declarations import (
     MAX_THREADS,
@@ -26,13 +25,14 @@ from perdure.engine.llama.native.declarations import (
 )
 from perdure.engine.llama.native.log_sink import captured_errors
 from perdure.engine.llama.weights import LlamaWeights
-from perdure.engine.parallel import spread
 from perdure.errors import ClosedError, EngineError, InvalidInputError, OutOfMemoryError
 from perdure.memory import MemorySpec
 
 if TYPE_CHECKING:
+    from perdure.engine.core import Adapter
     from perdure.engine.llama.adapters import ControlVector, LlamaAdapter
     from perdure.engine.llama.native.layout import StateLayout
+    from perdure.engine.llama.scratch import Scratch
 
 
 _BEYOND = 1 << 30
@@ -68,62 +68,6 @@ class CachedState(NamedTuple):
     streams: int
     rope: tuple[float, float]
     """The base and the scale of the rotation of keys, 0 for those of the model."""
-
-
-@runtime_checkable
-class CachedStateCore(Protocol):
-    """A core whose state can be read as numbers."""
-
-    def cached_state(self) -> CachedState | None:
-        """None before state was captured, and where it has no rows by token."""
-        ...
-
-
-class ContextCore(Core, Protocol):
-    """A core of this engine: what `Model.context` asks of one besides the calls of `Core`."""
-
-    n_ctx_seq: int
-    """Cells of a sequence."""
-
-    @property
-    def two_dimensions(self) -> bool:
-        """Whether positions have two dimensions besides time (M-RoPE)."""
-        ...
-
-    def can_shift(self) -> bool: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class CoreSetup:
-    """What a context of llama.cpp is opened with."""
-
-    path: Path
-    weights: LlamaWeights
-    params: Any
-    """The library's own parameters of a context."""
-    memory: MemorySpec
-    keywords: CoreKeywords
-    tensors: Callable[[], Container[str]]
-    """The names of the tensors in the file."""
-    loaded_with: Mapping[str, Any]
-    """The options of extensions that the model was loaded with."""
-
-
-class CoreMaker(Protocol):
-    """What an extension brings for one of its options (`Extension.cores`): contexts that compute more."""
-
-    @property
-    def layout(self) -> str:
-        """What a state has besides the model's own part, for its identity; "" for nothing."""
-        ...
-
-    def load(self, params: Any) -> None:
-        """Change the library's own parameters of a model that is loaded with the option."""
-        ...
-
-    def open(self, setup: CoreSetup, value: Any) -> ContextCore:
-        """A context's core where the option has this value."""
-        ...
 
 
 class LlamaCore:
@@ -194,8 +138,8 @@ class LlamaCore:
         self._longest = params.n_ctx // params.n_seq_max if self._streams else params.n_ctx
         self._on_device = on_device = bool(params.offload_kqv and weights.devices)
         # A bus is fast, and states on a GPU are large: there a larger part of the memory pays.
-        limit = max(_SCRATCH, (system.physical_memory() or 0) // 32) if on_device else _SCRATCH
-        self._scratch = Scratch(self._lib, weights.devices[0].handle if on_device else None, limit)
+        part = (system.physical_memory() or 0) // 32 if on_device else 0
+        self._scratch_limit = max(_SCRATCH, part)
         self._largest_state = int(1.1 * largest_state) if on_device else 0
         self._native: tuple[Batch, Any] | None = None
         self._inputs: Floats | None = None
@@ -485,15 +429,25 @@ class LlamaCore:
             raise EngineError(f"the engine gave {wrote} bytes of state for sequence {seq}, not {size}")
         return state
 
+    @functools.cached_property
+    def _scratch(self) -> Scratch:
+        """Made for the first state that is on its way."""
+        from perdure.engine.llama.scratch import Scratch
+
+        device = self._weights.devices[0].handle if self._on_device else None
+        return Scratch(self._lib, device, self._scratch_limit)
+
     def limit_scratch(self, nbytes: int) -> int:
         # A state larger than that takes fresh pages each time, which is slower than the bus by far.
         nbytes = max(nbytes, min(self._largest_state, _LARGER * nbytes))
-        self._scratch.limit(nbytes)
+        self._scratch_limit = nbytes
+        if "_scratch" in vars(self):
+            self._scratch.limit(nbytes)
         return nbytes
 
     @property
     def scratch_bytes(self) -> int:
-        return self._scratch.nbytes
+        return self._scratch.nbytes if "_scratch" in vars(self) else 0
 
     def stop(self) -> None:
         # The library complains about being stopped. Python would hear that in the middle of native code,
@@ -552,90 +506,6 @@ def _point(native: Any, **arrays: NDArray[Any]) -> None:
 
 def _bytes_at(array: NDArray[np.uint8], offset: int) -> Any:
     return ctypes.cast(array.ctypes.data + offset, ctypes.POINTER(ctypes.c_uint8))
-
-
-# Memory for states on their way into or out of a context.
-
-Bytes = NDArray[np.uint8]
-
-_PIECE = 16 << 20
-
-
-class Scratch:
-    """A buffer that is used again, since fresh pages cost more than the copy into them.
-
-    Always holds: no more than `limit` bytes are kept between calls; larger states get separate memory for as
-    long as they are on their way. Where a device offers pinned memory that is what is kept: copies then run
-    at the speed of the bus.
-    """
-
-    def __init__(self, lib: Functions, device: Any, limit: int) -> None:
-        self._lib = lib
-        self._pinned = lib.ggml_backend_dev_host_buffer_type(device) if device else None
-        self._buffer: Bytes = np.empty(0, np.uint8)
-        self._limit = limit
-
-    @property
-    def nbytes(self) -> int:
-        return self._buffer.nbytes
-
-    def limit(self, nbytes: int) -> None:
-        self._limit = nbytes
-        if len(self._buffer) > nbytes:
-            self._buffer = np.empty(0, np.uint8)
-
-    def room(self, size: int) -> Bytes:
-        """Memory of `size` bytes, good until the next call."""
-        if size > self._limit:
-            return np.empty(size, np.uint8)
-        if len(self._buffer) < size:
-            self._buffer = np.empty(0, np.uint8)
-            self._buffer = self._new(min(size + size // 4, self._limit))
-        return self._buffer[:size]
-
-    def prepare(self, size: int) -> None:
-        """Have room for a state of `size` bytes, as far as the limit goes, with its pages there already."""
-        self.room(min(size, self._limit))[::4096] = 0
-
-    def staged(self, state: Bytes) -> Bytes:
-        """The same bytes where a device reads them fastest."""
-        if (
-            not self._pinned
-            or not _PIECE < state.nbytes <= self._limit
-            or np.shares_memory(state, self._buffer)
-        ):
-            return state
-        room = self.room(state.nbytes)
-        places = range(0, state.nbytes, _PIECE)
-        for _ in spread(
-            lambda at: np.copyto(room[at : at + _PIECE], state[at : at + _PIECE]), places, state.nbytes
-        ):
-            pass
-        return room
-
-    def _new(self, size: int) -> Bytes:
-        if self._pinned and (handle := self._lib.ggml_backend_buft_alloc_buffer(self._pinned, size)):
-            return _PinnedBuffer(self._lib, handle, size).array()
-        return np.empty(size, np.uint8)
-
-
-class _PinnedBuffer:
-    """Owns one buffer of the library. It goes with the last array over it."""
-
-    def __init__(self, lib: Functions, handle: Any, size: int) -> None:
-        self._lib = lib
-        self._handle = handle
-        self._size = size
-
-    def array(self) -> Bytes:
-        memory = (ctypes.c_uint8 * self._size).from_address(
-            self._lib.ggml_backend_buffer_get_base(self._handle)
-        )
-        memory.owner = self  # type: ignore[attr-defined]
-        return np.frombuffer(memoryview(memory), np.uint8)
-
-    def __del__(self) -> None:
-        self._lib.ggml_backend_buffer_free(self._handle)
 
 
 # The CPU threads of one context, kept between steps and asleep while there is none.

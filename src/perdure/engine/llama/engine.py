@@ -31,7 +31,7 @@ class LlamaEngine(Engine):
         return source is None or is_gguf(source) or models.names_model(str(source))
 
     def fetch(self, source: Source, bars: Bars = no_bars, agree: Agree | None = None) -> str:
-        from perdure.engine.llama.native.source import find_library
+        from perdure.engine.llama.native.choice import find_library
 
         if models.is_here(source):
             # Errors in a model file are reported before a library is fetched for it.

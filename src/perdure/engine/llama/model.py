@@ -25,10 +25,7 @@ from perdure.engine.contract import (
 )
 from perdure.engine.llama.core import (
     SCORE_POOLING,
-    ContextCore,
     CoreKeywords,
-    CoreMaker,
-    CoreSetup,
     LlamaCore,
 )
 from perdure.engine.llama.native import library
@@ -66,6 +63,7 @@ if TYPE_CHECKING:
     from perdure.engine.embedder import Embedder, Pooling
     from perdure.engine.inspection import Trace
     from perdure.engine.llama.adapters import ControlVector, LlamaAdapter
+    from perdure.engine.llama.core_maker import ContextCore, CoreMaker
 
 
 log = logging.getLogger("perdure.engine")
@@ -397,6 +395,8 @@ class Model(FileModel):
         elif len(chosen) > 1:
             raise InvalidInputError(f"a context has {' or '.join(name for name, _ in chosen)}: leave one out")
         elif chosen and (maker := _core_maker(chosen[0][0])) is not None:
+            from perdure.engine.llama.core_maker import CoreSetup
+
             layout = maker.layout
             setup = CoreSetup(
                 path=self.path,

@@ -50,7 +50,7 @@ from perdure.spi.server import (
     invalid,
     to_api_error,
 )
-from perdure.spi.sessions import RESPONSE, TurnExtra, TurnStream, today
+from perdure.spi.sessions import RESPONSE, TurnExtra, TurnStream, respond, today
 
 CONVERSATION = "conversation"
 _REFERENCES, _REMOVES = 1024, 16
@@ -125,8 +125,8 @@ class Responses:
             "date": today(),
             "model": self._app_state.name,
         }
-        session = self._sessions.respond(
-            response_id, about, after=before, turn=turn, namespace=self._namespace
+        session = respond(
+            self._sessions, response_id, about, after=before, turn=turn, namespace=self._namespace
         )
         self._sessions.expire(RESPONSE, self._app_state.server.limits.response_seconds)
         return self._opened(session)
@@ -215,8 +215,13 @@ class Responses:
 
     def new_conversation(self, metadata: Mapping[str, str], messages: Sequence[Message]) -> Session:
         about = {"how": CONVERSATION, "metadata": dict(metadata), "created": int(time.time())}
-        return self._sessions.respond(
-            new_conversation_id(), about, kind=CONVERSATION, namespace=self._namespace, said=messages
+        return respond(
+            self._sessions,
+            new_conversation_id(),
+            about,
+            kind=CONVERSATION,
+            namespace=self._namespace,
+            said=messages,
         )
 
     def messages(self, items: Sequence[Item]) -> list[Message]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from perdure import CorruptStateError, PerdureError, SessionInfo, SessionMemory, SessionNotFoundError, Turn
-from perdure.spi.sessions import SqlStore
+from perdure.spi.sessions import SqlStore, bring_memory, bring_session, every_row, has_turn
 from perdure.spi.sqlite import STREAM, read_memory, read_session
 
 _PASSES = 20
@@ -59,7 +59,7 @@ def migrate_sessions(source: SqlStore, target: SqlStore, progress: Callable[[int
         run.found.changing = sorted(
             str(row[2]) for row in _sessions(source) if run.seen.get(row[0]) != (row[4], row[8])
         )
-    for row in source.every()[1]:
+    for row in every_row(source)[1]:
         run.memory(row)
     run.found.sessions = len(run.proved)
     return run.found
@@ -67,7 +67,7 @@ def migrate_sessions(source: SqlStore, target: SqlStore, progress: Callable[[int
 
 def _sessions(source: SqlStore) -> list[Sequence[Any]]:
     """All but the records of streams: these are of use for minutes, to the servers of their store."""
-    return [row for row in source.every()[0] if row[3] != STREAM]
+    return [row for row in every_row(source)[0] if row[3] != STREAM]
 
 
 class _Run:
@@ -127,7 +127,7 @@ class _Run:
             if not self._has(memory):
                 parent, missing = self._missing(numbers, turns)
                 self._bring_files(memory.namespace, missing)
-                self._target.bring_memory(memory, missing, head=parent)
+                bring_memory(self._target, memory, missing, head=parent)
                 self.found.turns += len(missing)
             self.found.memories += 1
         except SessionNotFoundError:
@@ -151,7 +151,7 @@ class _Run:
         else:
             parent, missing = self._missing(numbers, turns)
             self._bring_files(info.namespace, missing)
-            target.bring(info, missing, head=parent)
+            bring_session(target, info, missing, head=parent)
             self.found.turns += len(missing)
         now = self._there(info)
         assert now is not None
@@ -203,7 +203,7 @@ class _Run:
         """The last turn that the new store has already, and those behind it."""
         for at in range(len(turns) - 1, -1, -1):
             number = self._numbers.get(numbers[at])
-            if number is not None and self._target.has_turn(number, turns[at].digest):
+            if number is not None and has_turn(self._target, number, turns[at].digest):
                 return number, turns[at + 1 :]
         return None, turns
 

@@ -21,7 +21,7 @@ from typing import Any
 from perdure import CorruptStateError, SessionInfo, StoreDamagedError, StoreKeyError, StoreLockedError, Turn
 from perdure.spi.base import make_private, sync_folder, translate_os_errors
 from perdure.spi.cache import Encryption, Index, block_folders
-from perdure.spi.sessions import SqlStore
+from perdure.spi.sessions import SqlStore, check_turn, every_row
 from perdure.spi.sqlite import (
     APPLICATION,
     FILE,
@@ -451,7 +451,7 @@ def _read_sessions(folder: Path, verification: Verification, progress: Progress)
 
 def prove_sessions(store: SqlStore, verification: Verification, progress: Progress) -> None:
     """Prove every turn that a session or a memory of an open store leads to."""
-    sessions, memories = store.every()
+    sessions, memories = every_row(store)
     verification.sessions, verification.memories = len(sessions), len(memories)
     points: list[tuple[str, Callable[[], Chain]]] = []
     for row in sessions:
@@ -468,7 +468,7 @@ def prove_sessions(store: SqlStore, verification: Verification, progress: Progre
             for at, turn in zip(numbers, turns, strict=True):
                 if at not in proved:
                     # What goes on from a turn believes this; the turns behind it prove only its content.
-                    store.check_turn(at, turn.digest)
+                    check_turn(store, at, turn.digest)
                     proved[at] = turn.kind
         except CorruptStateError as error:
             verification.damaged.append((what, str(error)))

@@ -10,7 +10,7 @@ from perdure.ext.upkeep import backup, repair
 from perdure.ext.upkeep.backup import Backup
 from perdure.ext.upkeep.migration import Migration, migrate_sessions
 from perdure.ext.upkeep.repair import Progress, Verification
-from perdure.spi.sessions import SqlStore, encryption_of, open_store, remote_of
+from perdure.spi.sessions import SqlStore, encryption_of, open_store, remote_of, store_id
 
 
 def verify(folder: Path, progress: Progress) -> Verification:
@@ -43,7 +43,7 @@ def migrate(source: Path, target: Path, progress: Progress) -> Migration:
             assert isinstance(store, SqlStore)
             stores.append(store)
         first, second = stores
-        if first.store_id() == second.store_id():
+        if store_id(first) == store_id(second):
             raise InvalidInputError(f"{source} and {target} are the same store")
         return migrate_sessions(first, second, progress)
 

@@ -11,10 +11,11 @@ from perdure.chat.message import Message
 from perdure.decode.request import TierUsage
 from perdure.server.core.schemas import Items, Label, Name, RequestSchema, ResponseSchema
 from perdure.server.protocols.chat import ChatMessage, ChatOptionsSchema
-from perdure.sessions.info import NOTE_CHARACTERS, TITLE_LENGTH, SessionInfo, SessionMemory, Tree, turn_id
+from perdure.sessions.info import NOTE_CHARACTERS, TITLE_LENGTH, SessionInfo, SessionMemory
 from perdure.sessions.pending_info import PendingInfo
 from perdure.sessions.session import Session
 from perdure.sessions.sessions import ImportResult
+from perdure.sessions.tree import Tree, turn_id
 from perdure.sessions.turn import Turn, plain_settings
 
 Count = Annotated[int, Field(ge=0, lt=2**31)]

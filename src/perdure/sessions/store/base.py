@@ -42,7 +42,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from perdure.sessions.history import TurnPage, TurnReference
-from perdure.sessions.info import NamespaceSize, Noted, Quota, Record, SessionInfo, SessionMemory, Tree
+from perdure.sessions.info import NamespaceSize, Noted, Quota, Record, SessionInfo, SessionMemory
+from perdure.sessions.tree import Tree
 from perdure.sessions.turn import FIRST, Turn
 
 

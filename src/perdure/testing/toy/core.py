@@ -17,7 +17,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from perdure.engine.contract import Adapter, Batch, Capture, Floats, Outcome
+from perdure.engine.contract import Batch, Capture, Floats, Outcome
+from perdure.engine.core import Adapter
 from perdure.errors import EngineError
 from perdure.memory import MemorySpec
 from perdure.testing.toy.faults import Faults, PlannedFault

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from perdure.engine.llama.native import guard
 from perdure.engine.llama.native.probe_results import ProbeResult, gpu_backends, remembered
-from perdure.engine.llama.native.source import WAYS, LibrarySource, candidates, fetch_library
+from perdure.engine.llama.native.source import WAYS, LibrarySource, candidates
 from perdure.errors import EngineLibraryError
+
+if TYPE_CHECKING:
+    from perdure.models.registry import Progress
 
 log = logging.getLogger("perdure.engine")
 
@@ -61,6 +65,17 @@ def choose() -> ChosenLibrary:
     )
 
 
+def find_library(
+    progress: Progress | None = None, agree: Callable[[str, int], bool] | None = None
+) -> LibrarySource:
+    """The library to use: the user's own build, an installed one, llama-cpp-python's, or one fetched now."""
+    for source in candidates():
+        return source
+    from perdure.engine.llama.native.fetched import fetch_library
+
+    return fetch_library(progress, agree)
+
+
 def _sources(passed: Sequence[tuple[LibrarySource, ProbeResult]]) -> Iterator[LibrarySource]:
     """What is here, then one to fetch: a user's own build is the only one, and a fetched one is here.
 
@@ -73,6 +88,8 @@ def _sources(passed: Sequence[tuple[LibrarySource, ProbeResult]]) -> Iterator[Li
             continue
         yield source
     if kinds.isdisjoint({"own", "installed"}) and not any(result.usable for _, result in passed):
+        from perdure.engine.llama.native.fetched import fetch_library
+
         yield fetch_library()
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,13 +14,9 @@ from perdure.config import settings
 from perdure.errors import EngineLibraryError
 
 if TYPE_CHECKING:
-    from perdure.models.registry import Progress
+    pass
 
 
-log = logging.getLogger("perdure.engine")
-
-MUCH = 50_000_000
-"""Bytes that are fetched without a question."""
 WAYS = (
     "`perdure engine install` fetches one, `pip install 'perdure[compile]'` compiles llama-cpp-python, "
     "and PERDURE_LLAMA=DIR points at a build of your own"
@@ -81,45 +76,6 @@ def library_folder(folder: Path) -> Path | None:
     return None
 
 
-def find_library(
-    progress: Progress | None = None, agree: Callable[[str, int], bool] | None = None
-) -> LibrarySource:
-    """The library to use: the user's own build, an installed one, llama-cpp-python's, or one fetched now."""
-    for source in candidates():
-        return source
-    return fetch_library(progress, agree)
-
-
-def fetch_library(
-    progress: Progress | None = None, agree: Callable[[str, int], bool] | None = None
-) -> LibrarySource:
-    """The prebuilt library for this machine, fetched and installed now.
-
-    The best one is taken if it is small, if `engine` is "auto" in the config, or if a user agrees to its
-    size; else the usual one. Where there is a GPU, a line of the log says what is taken.
-    """
-    from perdure.libraries.machine import ranked, read_machine
-    from perdure.libraries.runtime import install_runtime
-
-    backend = settings().engine
-    if backend not in (None, "auto"):
-        return _source(libraries.install(backend, progress), "fetched")
-    machine = read_machine()
-    best = next(iter(ranked(machine)), None)
-    if best is None or not machine.has_gpu or best.package.backend == libraries.default_backend():
-        return _source(libraries.install(progress=progress), "fetched")
-    what = f"{best.package} ({best.megabytes}): {best.reason}"
-    small = best.nbytes <= MUCH
-    if small or backend == "auto" or (agree is not None and agree(f"found {machine}; {what}", best.nbytes)):
-        log.warning("found %s; taking %s", machine, what)
-        entry = libraries.install(best.package.backend, progress)
-        if best.runtime is not None:
-            install_runtime(best.runtime, progress)
-        return _source(entry, "fetched")
-    log.warning("found %s, which is not used: `perdure engine install` fetches %s", machine, what)
-    return _source(libraries.install(progress=progress), "fetched")
-
-
 def candidates() -> Iterator[LibrarySource]:
     """Every library that is here, the one to prefer first. A folder named by the user is the only one."""
     own = settings().llama
@@ -127,7 +83,7 @@ def candidates() -> Iterator[LibrarySource]:
         yield _own(own)
         return
     for entry in libraries.installed():
-        yield _source(entry, "installed")
+        yield installed_source(entry, "installed")
     compiled = llama_cpp_python()
     if compiled is not None:
         yield compiled
@@ -147,7 +103,7 @@ def llama_cpp_python() -> LibrarySource | None:
     return LibrarySource(kind="llama-cpp-python", folder=folder, version=_distribution("llama-cpp-python"))
 
 
-def _source(entry: libraries.Installed, kind: str) -> LibrarySource:
+def installed_source(entry: libraries.Installed, kind: str) -> LibrarySource:
     return LibrarySource(kind=kind, folder=entry.folder, version=entry.name)
 
 

@@ -53,7 +53,7 @@ class Check(Protocol):
 
 
 class NeverDamaged:
-    """The `Check` of a database with built-in checksums."""
+    """The `Check` of a database with built-in checksums, or in memory."""
 
     def wait(self) -> None:
         pass

@@ -27,13 +27,11 @@ from perdure.sessions.info import (
     Record,
     SessionInfo,
     SessionMemory,
-    Tree,
 )
 from perdure.sessions.store.sql.database import Check, Database, Dialect, Numbers
 from perdure.sessions.store.sql.tables import (
     ADVICE,
     INSERT_SESSION,
-    MEMORY,
     PENDING_NUMBER,
     RECORD,
     SESSION,
@@ -58,6 +56,7 @@ from perdure.sessions.turn import FIRST, Turn
 if TYPE_CHECKING:
     from perdure.sessions.store.sql.files import FileTable
     from perdure.sessions.store.sql.memories import Condition, MemoryTable
+    from perdure.sessions.tree import Tree
 
 _NAMESPACE, _HEAD, _UPDATED = map(SESSION_COLUMNS.index, ("namespace", "head", "updated"))
 _TABLES = {"session": SESSION, "record": RECORD}
@@ -65,8 +64,6 @@ _STANDING = {
     table: query.replace(" FROM ", f", {PENDING_NUMBER} FROM ", 1) for table, query in _TABLES.items()
 }
 """And the number of a session's pending turn, or NULL."""
-_SEARCHED = 64
-"""Sessions that a search reads at a time."""
 
 
 class SqlStore:
@@ -235,7 +232,17 @@ class SqlStore:
             return [proved_session(row) for row in self._page(self._db.rows, namespace, limit, after)]
         row_limit(limit)
         check_text(text)
-        return self._search(namespace, limit, after, text)
+        from perdure.sessions.store.sql.search import SEARCHED, search
+
+        with self._searches(namespace), self._db.reading_apart() as rows:
+            return search(
+                rows,
+                self._sql,
+                lambda last: self._page(rows, namespace, SEARCHED, last),
+                text,
+                limit=limit,
+                after=after,
+            )
 
     def put(self, namespace: str, kind: str, name: str, body: Mapping[str, Any]) -> Record:
         """A new record that stands at no turn."""
@@ -463,66 +470,11 @@ class SqlStore:
         """What every namespace that has sessions stores, by its name."""
         return self._usage.sizes()
 
-    # For `migrate`, which brings sessions of another store.
-
-    def bring(self, info: SessionInfo, turns: Sequence[Turn], *, head: int | None) -> SessionInfo:
-        """A session of another store: at turn number `head` of this one, followed by turns that are not here
-        yet. All but its numbers is as it was there."""
-        with self._writing(info.namespace):
-            return self._stands(
-                self._create(
-                    info.namespace,
-                    info.name,
-                    turns,
-                    head=head,
-                    digest=turns[0].before if turns else info.digest,
-                    kind=info.kind,
-                    settings=info.settings,
-                    origin=info.origin,
-                    created=info.created,
-                    updated=info.updated,
-                )
-            )
-
-    def bring_memory(self, memory: SessionMemory, turns: Sequence[Turn], *, head: int | None) -> None:
-        """A memory of another store, whose turn is number `head` of this one, or the last of `turns`."""
-        with self._writing(memory.namespace):
-            before = turns[0].before if turns else memory.digest
-            at = self._turns.check(head, before) if head is not None else None
-            for turn in turns:
-                at = self._add_turn(memory.namespace, at, turn)
-            assert at is not None
-            self._turns.check(at.head, memory.digest)
-            replaced = self._forget_same(memory.namespace, memory.session, memory.turn, memory.label)
-            self._usage.add(memory.namespace, "memory", self._memories.bring(memory, at.head).number)
-            for last in replaced:
-                self._prune(memory.namespace, last)
-
-    def store_id(self) -> str:
-        """What no other store is called."""
-        return str(self._db.rows("SELECT id FROM register")[0][0])
-
-    def has_turn(self, number: int, digest: bytes) -> bool:
-        """Whether a turn is here, and is that very one."""
-        try:
-            self._turns.check(number, digest)
-        except SessionNotFoundError:
-            return False
-        return True
-
     # For `verify`, which proves everything.
-
-    def every(self) -> tuple[builtins.list[tuple[Any, ...]], builtins.list[tuple[Any, ...]]]:
-        """All rows of sessions with records, and of memories, proved by nothing yet."""
-        return [*self._db.rows(SESSION), *self._db.rows(RECORD)], self._db.rows(MEMORY)
 
     def chain(self, head: int, name: str) -> tuple[Sequence[int], Sequence[Turn]]:
         """The numbers and turns that lead to `head`, each proved by its digest."""
         return self._turns.chain(head, name)
-
-    def check_turn(self, number: int, digest: bytes) -> None:
-        """Raise unless a turn is what its checksum says, which those behind it believe."""
-        self._turns.check(number, digest)
 
     def check_counts(self) -> None:
         """Raise unless the numbers given out, and what each namespace stores, are what was written."""
@@ -654,37 +606,6 @@ class SqlStore:
             values += [after.updated, after.number]
         query = f"{SESSION} WHERE {' AND '.join(where)} ORDER BY s.updated DESC, s.number DESC LIMIT ?"
         return text_rows(rows, query, *values, row_limit(limit))
-
-    def _search(
-        self, namespace: str | None, limit: int | None, after: SessionInfo | None, text: str
-    ) -> builtins.list[SessionInfo]:
-        """The sessions of a namespace with a text in their names or turns, a page of them at a time."""
-        matches: builtins.list[SessionInfo] = []
-        with self._searches(namespace), self._db.reading_apart() as rows:
-            while page := self._page(rows, namespace, _SEARCHED, after):
-                sessions = [proved_session(row) for row in page]
-                marks = ", ".join("?" * len(sessions))
-                has_text: dict[int | None, bool] = {}
-                heads = {session.head for session in sessions}
-                for number, parent, here in rows(
-                    self._sql.spoken.format(heads=", ".join(map(str, heads))), text, text
-                ):
-                    has_text[number] = bool(here) or has_text.get(parent, False)
-                named = rows(
-                    f"SELECT number FROM session WHERE number IN ({marks})"
-                    f" AND {self._sql.contains.format('name')}",
-                    *(session.number for session in sessions),
-                    text,
-                )
-                numbers = {number for (number,) in named}
-                for session in sessions:
-                    titled = text.casefold() in session.title.casefold()
-                    if titled or session.number in numbers or has_text.get(session.head):
-                        matches.append(session)
-                        if len(matches) == limit:
-                            return matches
-                after = sessions[-1]
-        return matches
 
     def _searches(self, namespace: str | None) -> threading.Lock:
         """Held while a namespace is searched: one search of it at a time reads everything it has."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from perdure.errors import CorruptStateError, SessionNotFoundError
-from perdure.sessions.info import ID_BYTES, SessionInfo, Tree, TreeTurn, parse_turn_id, turn_id
+from perdure.sessions.info import SessionInfo
 from perdure.sessions.store.sql.database import Database, Dialect
 from perdure.sessions.store.sql.memories import MemoryTable
 from perdure.sessions.store.sql.tables import (
@@ -15,6 +15,7 @@ from perdure.sessions.store.sql.tables import (
     proved_session,
     row_checksum,
 )
+from perdure.sessions.tree import ID_BYTES, Tree, TreeTurn, parse_turn_id, turn_id
 
 _SHOWN = 160
 """Characters of a message that are shown."""

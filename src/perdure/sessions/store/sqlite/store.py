@@ -17,7 +17,7 @@ from perdure.atomic import (
 )
 from perdure.errors import CorruptStateError, StoreLockedError
 from perdure.sessions.info import Record
-from perdure.sessions.store.sql.database import Dialect
+from perdure.sessions.store.sql.database import Check, Dialect, NeverDamaged
 from perdure.sessions.store.sql.store import SqlStore
 from perdure.sessions.store.sql.tables import (
     ADVICE,
@@ -26,7 +26,7 @@ from perdure.sessions.store.sql.tables import (
     TURN_COLUMNS,
     row_checksum,
 )
-from perdure.store.index import Index, TableCheck
+from perdure.store.index import Index
 
 if TYPE_CHECKING:
     from perdure.sessions.store.sqlite.folder import SessionFolder, TurnLocks
@@ -277,8 +277,12 @@ class SqliteStore(SqlStore):
             for table in ("register", "counter"):
                 self.index.check(table)
             # So that none of these is missed: what is found through an index is all there is.
-            check = TableCheck(self.index, ("session", "record", "memory"))
-            stack.callback(check.close)
+            check: Check = NeverDamaged()
+            if self._files is not None:
+                from perdure.store.table_check import TableCheck
+
+                check = table_check = TableCheck(self.index, ("session", "record", "memory"))
+                stack.callback(table_check.close)
             super().__init__(self.index, DIALECT, Counters(self.index), check)
             self.key: bytes | None = secrets.token_bytes(32)
             """What signs exports, so that the state in them is known again. None where it may not be made."""
