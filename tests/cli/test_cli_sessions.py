@@ -163,6 +163,7 @@ def test_rm_forgets_all_or_none_and_asks(run: Run) -> None:
     assert facts(run("show", "b", "--json"))["turns"] == 3
 
 
+@pytest.mark.extension("upkeep")
 def test_text_and_an_export_without_state_come_out_without_a_model(
     run: Run, store: Path, tmp_path: Path
 ) -> None:

@@ -256,9 +256,11 @@ def test_rows_are_finished_before_their_memory_is_given_up(monkeypatch: pytest.M
     rows = np.random.default_rng(1).normal(0, 3, (40, 20_000)).astype(np.float32)
     jobs: list[Any] = []
 
+    assist = parallel.assist
+
     def interrupted(work: Callable[[], None], most: int) -> None:
         jobs.append(job_of(work))
-        parallel.assist(work, most)
+        assist(work, most)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(parallel, "threads", lambda: 4)

@@ -13,7 +13,6 @@ import pytest
 
 import perdure
 from perdure.cache.tiers.disk import DiskTier
-from perdure.cli.commands.sessions import _write
 from perdure.errors import InvalidInputError, StoreError
 from perdure.testing.toy import ToyModel
 from store import children
@@ -56,14 +55,17 @@ def test_files_beside_the_stores_are_whole_or_absent_whichever_write_fails(
         assert "" not in each["errors"], (kind, each)
 
 
+@pytest.mark.extension("upkeep")
 @pytest.mark.skipif(not hasattr(resource, "RLIMIT_FSIZE"), reason="the system has no limits of files")
 def test_a_file_of_which_the_last_bytes_do_not_fit_is_an_error(tmp_path: Path) -> None:
     """A write that has room for a part writes that part, and says so to who looks."""
+    from perdure.ext.upkeep.moving import write_text
+
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
         with pytest.raises(InvalidInputError, match="cannot be written"):
-            _write(tmp_path / "transcript", "x" * 6000)
+            write_text(tmp_path / "transcript", "x" * 6000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 

@@ -1,6 +1,7 @@
 """For extensions of the command: options, output and what a command opens."""
 
 from perdure.cli.commands.background import current, private
+from perdure.cli.commands.sessions import awake, figures
 from perdure.cli.options import groups, shared
 from perdure.cli.options.shared import Json, StoreFolder, Yes, model_names, model_option
 from perdure.cli.output import terminal, words
@@ -18,8 +19,10 @@ __all__ = [
     "Url",
     "Yes",
     "ask",
+    "awake",
     "current",
     "fetching",
+    "figures",
     "file_of",
     "groups",
     "keys_in",

@@ -8,7 +8,7 @@ from perdure.sessions.responses import respond
 from perdure.sessions.session import today
 from perdure.sessions.sessions import Sessions
 from perdure.sessions.store.base import SessionStore
-from perdure.sessions.store.registry import encryption_of, open_store, store_folder
+from perdure.sessions.store.registry import encryption_of, has_sessions, open_store, store_folder
 from perdure.sessions.store.remote import FILE, RemoteStore, remote_of, url_in
 from perdure.sessions.store.sql.database import Database, Dialect, NeverDamaged
 from perdure.sessions.store.sql.store import SqlStore
@@ -48,6 +48,7 @@ __all__ = [
     "check_turn",
     "encryption_of",
     "every_row",
+    "has_sessions",
     "has_turn",
     "open_store",
     "portable_settings",

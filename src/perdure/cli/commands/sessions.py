@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from perdure.atomic import open_private
 from perdure.cli.commands import memories
 from perdure.cli.options.shared import (
     AfterName,
@@ -27,14 +26,13 @@ from perdure.cli.options.shared import (
 )
 from perdure.cli.output import terminal, words
 from perdure.cli.output.facts import print_json, tell
-from perdure.cli.output.progress import working
 from perdure.cli.output.words import quoted
 from perdure.cli.runtime import opened, session_folder, session_store_in, sessions_in
 from perdure.engine_config import N_CTX, EngineConfig
 from perdure.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from perdure import ImportResult, Message, Runtime, Session, Turn
+    from perdure import Message, Runtime, Session, Turn
     from perdure.sessions.info import SessionInfo
     from perdure.sessions.pending_info import PendingInfo
 
@@ -411,103 +409,6 @@ def awake(
         yield runtime, runtime.sessions.get(name, namespace)
 
 
-# `perdure sessions export` and `import`: sessions as files.
-
-
-def export(
-    name: SessionName,
-    file: Path = typer.Argument(
-        ..., help="Where to write: .md and .jsonl give the text, other names the whole session."
-    ),
-    state: bool = typer.Option(
-        True, "--state/--no-state", help="With its computed state, for which the model is loaded, or without."
-    ),
-    kind: str | None = typer.Option(None, "--kind", help="Kind to write into the file."),
-    force: bool = typer.Option(False, "--force", "-f", help="Replace a file that is there."),
-    model: ModelFor = None,
-    namespace: Namespace = "",
-    store: StoreFolder = None,
-    as_json: Json = False,
-) -> None:
-    """Write a session to a file. Whole, to import it elsewhere, or as text."""
-    if file.exists() and not force:
-        raise InvalidInputError(f"{file} exists already: choose another name, or --force")
-    suffix = file.suffix.lower()
-    with working(f"Writing {file.name}") as progress:
-        if suffix in (".md", ".jsonl"):
-            with sessions_in(store, readonly=True) as sessions:
-                text = sessions.get(name, namespace).transcript("markdown" if suffix == ".md" else "jsonl")
-            _write(file, text)
-        elif not state:
-            with sessions_in(store, readonly=True) as sessions:
-                sessions.get(name, namespace).export(file, state=False, kind=kind, progress=progress)
-        else:
-            with awake(store, model, name, namespace) as (_, session):
-                session.export(file, kind=kind, progress=progress)
-    written = file.stat().st_size
-    tell(
-        as_json,
-        f"{words.quoted(name)} is in {file} ({words.size(written)})",
-        {"file": str(file), "bytes": written},
-    )
-
-
-def import_(
-    file: Path = typer.Argument(..., metavar="FILE", help="A file that `perdure sessions export` wrote."),
-    name: str | None = typer.Option(
-        None, "--as", metavar="NAME", show_default="the name in the file", help="Name of the session here."
-    ),
-    state: bool = typer.Option(
-        True, "--state/--no-state", help="With the state in it, for which the model is loaded, or without."
-    ),
-    trust_state: bool = typer.Option(
-        False, "--trust-state", help="Use state that another store computed. Only for files that you trust."
-    ),
-    model: ModelFor = None,
-    namespace: Namespace = "",
-    store: StoreFolder = None,
-    as_json: Json = False,
-) -> None:
-    """Read a session from a file. All of it is checked first, and what is left out is said."""
-    from perdure.extension import part
-    from perdure.sessions.store.registry import has_sessions
-
-    manifest = part("manifest of an export", "upkeep")(file)
-    with working(f"Reading {file.name}") as progress:
-        if state and manifest.get("identity") is not None:
-            folder = session_folder(store, create=True)
-            if has_sessions(folder):
-                # An unusable file is better reported before a model is loaded.
-                sessions_in(folder, readonly=False).close()
-            with opened(model, EngineConfig(slots=1), store=folder) as runtime:
-                result = runtime.sessions.import_(
-                    file, name, namespace=namespace, trust_state=trust_state, progress=progress
-                )
-                estimate = result.session.plan_wake()
-                facts = {**taken(result), "tiers": dict(estimate.tiers), "compute": estimate.computed}
-                came = f"; to wake it: {words.sources(estimate.tiers, estimate.computed)}"
-        else:
-            with sessions_in(store, readonly=False, create=True) as sessions:
-                result = sessions.import_(file, name, namespace=namespace, progress=progress)
-                facts, came = taken(result), ""
-    turns = words.count(result.turns, "turn")
-    left = "".join(f"\nleft out: its {what}; {why}" for what, why in result.left_out.items())
-    tell(as_json, f"{words.quoted(result.session.name)} has come with {turns}{came}{left}", facts)
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        with open_private(file) as out:
-            out.write(text.encode())
-    except OSError as error:
-        raise InvalidInputError(f"{file} cannot be written: {error.strerror}") from None
-
-
-def taken(result: ImportResult) -> dict[str, Any]:
-    taken = {"turns": result.turns, "tokens": result.tokens, "state_tokens": result.state_tokens}
-    return {**figures(result.session), "taken": taken, "left_out": dict(result.left_out)}
-
-
 app = typer.Typer(help="Conversations that are kept.", no_args_is_help=True)
 app.command()(ls)
 app.command()(search)
@@ -519,7 +420,5 @@ app.command()(label)
 app.command()(rm)
 app.command()(sleep)
 app.command()(wake)
-app.command()(export)
-app.command(name="import")(import_)
 app.command()(sizes)
 app.add_typer(memories.app, name="memories")

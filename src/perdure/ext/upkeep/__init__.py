@@ -7,6 +7,7 @@ migration  all sessions of a store brought into another one, while both are in u
 archive_file  plain files in one tar, each with a digest: exports and backups
 export     a session as one file that can be moved
 importing  what is taken of such a file, and what is left out
+moving     `perdure sessions export`, `import`
 commands   `perdure backup`, `restore`, `sessions verify`, `sessions migrate`
 cache      `perdure cache`: computed state listed, warmed, cleared, verified
 """
@@ -26,6 +27,8 @@ EXTENSION = Extension(
         ExtensionCommand(name="backup", target=f"{_COMMANDS}:backup", section="What is kept"),
         ExtensionCommand(name="restore", target=f"{_COMMANDS}:restore", section="What is kept"),
         ExtensionCommand(name="cache", target="perdure.ext.upkeep.cache:app", section="What is kept"),
+        ExtensionCommand(name="export", target="perdure.ext.upkeep.moving:export", below="sessions"),
+        ExtensionCommand(name="import", target="perdure.ext.upkeep.moving:import_", below="sessions"),
         ExtensionCommand(name="verify", target=f"{_COMMANDS}:verify", below="sessions"),
         ExtensionCommand(name="migrate", target=f"{_COMMANDS}:migrate", below="sessions"),
     ),
