@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 
 from perdure import libraries
-from perdure.engine.llama.native import source
+from perdure.engine.llama.native import fetched, source
 from perdure.engine.llama.native.backends import backends
 from perdure.engine.llama.native.choice import find_library
 from perdure.engine.llama.native.source import candidates, library_file, library_folder
 from perdure.errors import EngineLibraryError
-from perdure.libraries import machine as machines
 from perdure.libraries.machine import Gpu, Machine
 
 
@@ -157,10 +156,10 @@ def test_the_first_library_fits_the_machine_and_its_size_is_agreed_to(
 
     if engine is not None:
         monkeypatch.setenv("PERDURE_ENGINE", engine)
-    monkeypatch.setattr(machines, "read_machine", lambda: machine)
+    monkeypatch.setattr(fetched, "read_machine", lambda: machine)
     monkeypatch.setattr(libraries, "install", install)
     agree = None if agrees is None else lambda what, nbytes: agrees
-    with caplog.at_level(logging.WARNING, "perdure.engine"), pytest.raises(Fetched) as fetched:
+    with caplog.at_level(logging.WARNING, "perdure.engine"), pytest.raises(Fetched) as asked:
         find_library(agree=agree)
-    assert fetched.value.args == (backend,)
+    assert asked.value.args == (backend,)
     assert [line for line in caplog.messages if told in line] if told else not caplog.messages
