@@ -322,7 +322,7 @@ def test_what_is_fetched_is_as_if_it_was_sent(
         shown = {"type": "image", "source": {"type": "url", "url": url}}
         said = [{"role": "user", "content": [part]}]
         few = {"max_tokens": 4, "temperature": 0}
-        return {
+        posts: dict[str, tuple[str, dict[str, Any]]] = {
             "chat": ("/v1/chat/completions", {"messages": said, **few}),
             "messages": ("/v1/messages", {"messages": [{"role": "user", "content": [shown]}], **few}),
             "responses": (
@@ -335,7 +335,8 @@ def test_what_is_fetched_is_as_if_it_was_sent(
             ),
             "session": ("/v1/sessions/walk/turns", {"messages": said, **few}),
             "count": ("/v1/images/count", {"image_url": url}),
-        }[protocol]
+        }
+        return posts[protocol]
 
     def answer(url: str) -> Any:
         with serving.client() as client:
