@@ -13,6 +13,7 @@ import perdure
 from engine import made_up
 from perdure.cli.app import app
 from perdure.engine import registry
+from perdure.engine.factory import FACTORY
 from perdure.engine.llama.engine import ENGINE as LLAMA
 from perdure.errors import InvalidInputError
 from perdure.extension import imported
@@ -59,7 +60,7 @@ def test_the_command_tells_of_a_registered_engine() -> None:
 def test_a_source_goes_to_the_engine_that_claims_it(tmp_path: Path) -> None:
     assert registry.engine_for(None) is LLAMA
     assert registry.engine_for("owner/repo:Q4_K_M") is LLAMA
-    assert registry.engine_for("worker.engines:full") is registry.FACTORY
+    assert registry.engine_for("worker.engines:full") is FACTORY
     file = tmp_path / "without a suffix"
     file.write_bytes(b"GGUF")
     assert registry.engine_for(file) is LLAMA

@@ -17,6 +17,7 @@ from ext.responses.test_responses import PATH, events, resumed, text_of
 from perdure import Template
 from perdure.chat.template import sandbox
 from perdure.errors import StoreFullError
+from perdure.ext.responses import stored
 from perdure.server.core.keys import Keys, new_key
 from perdure.sessions import session as session_module
 from perdure.sessions.session import Session
@@ -222,17 +223,17 @@ def check_not_spliced(
 
 def test_a_response_begins_where_its_conversation_stands_x19(monkeypatch: pytest.MonkeyPatch) -> None:
     """X19: it is not taken for finished, with the turn that another one made in between."""
-    respond = Sessions.respond
+    respond = stored.respond
 
-    def later(self: Sessions, name: str, origin: Any, *, after: Any = None, **more: Any) -> Session:
+    def later(sessions: Sessions, name: str, origin: Any, *, after: Any = None, **more: Any) -> Session:
         if after is not None:
             monkeypatch.undo()
             after.append("I was faster.")
-        return respond(self, name, origin, after=after, **more)
+        return respond(sessions, name, origin, after=after, **more)
 
     with opened(toy(), n_ctx=1024) as rt, live_server(rt) as server, server.client() as client:
         conversation = client.post("/v1/conversations", json={}).json()["id"]
-        monkeypatch.setattr(Sessions, "respond", later)
+        monkeypatch.setattr(stored, "respond", later)
         body = {"input": "Go", "conversation": conversation, "max_output_tokens": 4, "background": True}
         shown = finished(client, client.post(PATH, json=body).json()["id"])
         assert shown["usage"]["output_tokens"] == 4

@@ -13,7 +13,7 @@ import pytest
 
 from perdure.decode.request import Request
 from perdure.decode.sampling.grammar import Grammars
-from perdure.decode.sampling.stage import BreakerTable
+from perdure.decode.sampling.repetition import BreakerTable
 from perdure.decode.scheduler import Budget, Chunk, Step
 from perdure.decode.sequence import SequenceGroup, TokenSequence, make_group
 from perdure.engine.adapters import AdapterTable
