@@ -20,6 +20,7 @@ from perdure.errors import StoreFullError
 from perdure.ext.responses import stored
 from perdure.server.core.keys import Keys, new_key
 from perdure.sessions import session as session_module
+from perdure.sessions.responses import respond
 from perdure.sessions.session import Session
 from perdure.sessions.sessions import Sessions
 from perdure.sessions.store.sqlite.store import SqliteStore
@@ -223,7 +224,6 @@ def check_not_spliced(
 
 def test_a_response_begins_where_its_conversation_stands_x19(monkeypatch: pytest.MonkeyPatch) -> None:
     """X19: it is not taken for finished, with the turn that another one made in between."""
-    respond = stored.respond
 
     def later(sessions: Sessions, name: str, origin: Any, *, after: Any = None, **more: Any) -> Session:
         if after is not None:

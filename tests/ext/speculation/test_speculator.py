@@ -121,7 +121,7 @@ class World:
                 piece=model.piece,
                 context=context,
                 grammars=lambda: Grammars(model),
-                breakers=BreakerTable(model),
+                breakers=BreakerTable(model).find,
                 adapters=AdapterTable(None),
                 deadline=None,
             )
@@ -427,7 +427,7 @@ class Traces:
                 piece=model.piece,
                 context=context,
                 grammars=lambda: Grammars(model),
-                breakers=BreakerTable(model),
+                breakers=BreakerTable(model).find,
                 adapters=AdapterTable(None),
                 deadline=None,
             )
