@@ -12,7 +12,6 @@ import pytest
 
 import perdure
 from perdure.cache.block import Block, BlockId, BlockMeta
-from perdure.cache.tiers.archive import ArchiveTier
 from perdure.cache.tiers.disk import DiskTier
 from perdure.cache.tiers.write_behind import WriteBehind
 from perdure.errors import StoreError, StoreFullError
@@ -281,9 +280,7 @@ PROMPT = "a prompt that is longer than a block of tokens, and then some more of 
 
 
 def runtime_on(disk: Callable[[Path], DiskTier], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    # Imported before: it is a kind of disk, too.
-    assert issubclass(ArchiveTier, DiskTier)
-    monkeypatch.setattr("perdure.cache.tiers.disk.DiskTier", lambda path, **_: disk(path))
+    monkeypatch.setattr("perdure.cache.tiers.opening.DiskTier", lambda path, **_: disk(path))
     return perdure.open(ToyModel(), n_ctx=512, slots=1, store=folder)
 
 

@@ -9,7 +9,7 @@
         …
 
 A log is the sink of its follower. Readers come and go; event number n is the n-th of them. Responses that are
-made in the background are logs too (`protocols/responses/runs.py`). A log may have a record in the store, by
+made in the background are logs too (`ext/responses/runs.py`). A log may have a record in the store, by
 which another server makes the same events again.
 """
 

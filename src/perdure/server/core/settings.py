@@ -98,7 +98,7 @@ class ReplyDefaults:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     max_tokens: int | None = None
     stable_prefix: bool = True
-    """Whether volatile text of prompts is moved behind the rest (`chat/volatile.py`)."""
+    """Whether volatile text of prompts is moved behind the rest (`ext/agents/volatile_text.py`)."""
     settle: int = 0
     """Tokens of a next prompt's beginning that are read while the engine is idle (`chat/prefetch.py`)."""
     overflow: Overflow | None = None
