@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -34,7 +35,7 @@ from perdure.chat.transcript import ChatTokenizer, Transcript
 from perdure.config import ReasoningMode
 from perdure.decode.request import Reply, Request, take_deadline
 from perdure.decode.stream import Stream, StreamPlan
-from perdure.errors import ContextOverflow, InvalidInputError
+from perdure.errors import ContextOverflow, CorruptStateError, InvalidInputError, PerdureError
 from perdure.extension import by_name, imported
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ class _Asked:
     silent: bool
     conversation: str
     call_ids: str
+    anew: bool = False
+    """Whether its tokens are those of no prompt before it."""
 
 
 class ChatFormat:
@@ -214,11 +217,12 @@ class ChatFormat:
         known: Transcript | None = None,
         before: Rendering | None = None,
         must_fit: bool = False,
+        anew: bool = False,
     ) -> Prompt:
         """Messages as tokens, as `PromptBuilder.prompt` makes them."""
         chosen = self._for(options) if options is not None else self
         return chosen._builder.prompt(
-            messages, options, namespace=namespace, known=known, before=before, must_fit=must_fit
+            messages, options, namespace=namespace, known=known, before=before, must_fit=must_fit, anew=anew
         )
 
     def fits(self, messages: Sequence[Message], **keywords: Unpack[ChatKeywords]) -> bool:
@@ -293,12 +297,20 @@ class ChatFormat:
         if is_alone and "side" not in asked.settings and self.is_side_request(asked.messages):
             asked.settings["side"] = True
         prompt, dropped = self._fitting(asked)
-        request = self._request(asked, prompt, grammar, deadline)
-        window = self._window(asked.options, request, prompt)
-        if window is None:
-            request = self._limited(asked.options, request)
+        request, window = self._request(asked, prompt, grammar, deadline)
         readers = self._readers(asked, prompt, request, tools, window)
-        replies = yield from self._replies_to(prompt, request, readers, window, is_call=grammar is not None)
+        is_call = grammar is not None
+        try:
+            replies = yield from self._replies_to(prompt, request, readers, window, is_call=is_call)
+        except CorruptStateError:
+            if not prompt.has_images or any(reader.tokens for reader in readers):
+                raise
+            if not self._has_restored(asked, prompt):
+                # Another encoder makes other rows: what was read with the old ones is read with these.
+                asked = replace(asked, anew=True)
+                prompt, dropped = self._fitting(asked)
+                request, window = self._request(asked, prompt, grammar, deadline)
+            replies = yield from self._replies_to(prompt, request, readers, window, is_call=is_call)
         exchanges = [
             self._exchange(asked, prompt, reader, raw, tools, dropped)
             for reader, raw in zip(readers, replies, strict=True)
@@ -338,6 +350,7 @@ class ChatFormat:
                     known=asked.known,
                     before=asked.before,
                     must_fit=True,
+                    anew=asked.anew,
                 )
             except ContextOverflow as error:
                 return error
@@ -364,8 +377,25 @@ class ChatFormat:
             raise overflow(len(fitting), limit)
         return fitting, dropped
 
-    def _request(self, asked: _Asked, prompt: Prompt, grammar: Any, deadline: float | None) -> Request:
-        """The prompt with what is asked of decoding. Limits are checked before anything is queued."""
+    def _has_restored(self, asked: _Asked, prompt: Prompt) -> bool:
+        """Have the images of a prompt encoded again, of which rows are gone; whether those that it names are
+        there now."""
+        made = prompt.made
+        there = self._builder.encode_images(made.transcript.text, asked.messages, asked.namespace)
+        return there.issuperset(token for token in made.transcript.tokens if token < 0)
+
+    def restore_images(self, messages: Sequence[Message], namespace: str) -> None:
+        """Have images of messages encoded again whose rows are gone, where their files are there."""
+        for message in messages:
+            for _, image in message.images:
+                with suppress(PerdureError):
+                    self.image_reader().tokens(image, namespace)
+
+    def _request(
+        self, asked: _Asked, prompt: Prompt, grammar: Any, deadline: float | None
+    ) -> tuple[Request, ContextWindow | None]:
+        """The prompt with what is asked of decoding, and what the reply keeps where the context is full.
+        Limits are checked before anything is queued."""
         request = Request.of(
             prompt.transcript.tokens,
             namespace=asked.namespace,
@@ -379,7 +409,8 @@ class ChatFormat:
         )
         if asked.options.tool_choice == "none":
             request = replace(request, sampling=request.sampling.without(self._call_tokens))
-        return request
+        window = self._window(asked.options, request, prompt)
+        return (self._limited(asked.options, request) if window is None else request), window
 
     def _limited(self, options: ChatOptions, request: Request) -> Request:
         """A request whose reply may end where the context does, if that was asked for."""
@@ -407,7 +438,7 @@ class ChatFormat:
                 hides=options.reasoning == "hide",
                 silent=asked.silent,
                 is_last=not asked.silent and (not goes_on or index == request.n - 1),
-                waits=goes_on or bool(tools),
+                waits=goes_on or bool(tools) or prompt.has_images,
                 budget=budget,
                 limit=window.limit if window is not None else None,
             )

@@ -62,6 +62,8 @@ class PastConversation:
     """Of its replies with calls, as far as clients did not send it."""
     conversation: str = ""
     """Its identity."""
+    has_kept_images: bool = False
+    """Whether a session had images in it, which another encoder may have read."""
 
     @property
     def text(self) -> str:

@@ -20,9 +20,11 @@ from perdure.chat.past_conversations import CallKeys, PastConversation, PastConv
 from perdure.chat.reply import ChatDelta, ChatReply
 from perdure.chat.template.template import Guard, Rendering, Template, TemplateRenderer
 from perdure.chat.transcript import (
+    MARK,
     ChatTokenizer,
     ImageTokens,
     Transcript,
+    images_in,
     marked,
     shared_length,
     unguarded,
@@ -65,6 +67,10 @@ class Prompt:
     @property
     def transcript(self) -> Transcript:
         return self.made.transcript
+
+    @property
+    def has_images(self) -> bool:
+        return MARK in self.made.transcript.text and min(self.made.transcript.tokens) < 0
 
     def __len__(self) -> int:
         return len(self.made.transcript.tokens)
@@ -175,10 +181,11 @@ class PromptBuilder:
         known: Transcript | None = None,
         before: Rendering | None = None,
         must_fit: bool = False,
+        anew: bool = False,
     ) -> Prompt:
-        """Messages as tokens. `known` is a transcript that they may go on from, besides those remembered;
-        `before` is how their beginning was rendered. What `must_fit` and surely does not is refused before
-        it is tokenised."""
+        """Messages as tokens. `known` is a transcript that they may go on from, besides those remembered, of
+        which `anew` uses none; `before` is how their beginning was rendered. What `must_fit` and surely does
+        not is refused before it is tokenised."""
         options = options or ChatOptions()
         moved: tuple[str, ...] = ()
         images = self._image_tokens(messages, namespace)
@@ -213,7 +220,9 @@ class PromptBuilder:
         if must_fit:
             check_prompt_size(text, self._backend.model, self._backend.n_ctx - 1)
         near = self._past.near(text, namespace)
-        transcript = self._transcript(text, near, known, images)
+        if anew:
+            known = None
+        transcript = self._transcript(text, () if anew else near, known, images)
         if self._provenance is not None and images is None:
             model = self._backend.model
             read = b"".join(model.piece(token, special=True) for token in transcript.tokens)
@@ -243,6 +252,7 @@ class PromptBuilder:
             rendering=rendering,
             reasoning=put_back,
             conversation=past.conversation if past is not None and is_same else secrets.token_hex(8),
+            has_kept_images=known is not None and MARK in known.text,
         )
         difference, expected = None, 0
         if past is not None:
@@ -261,6 +271,13 @@ class PromptBuilder:
             difference=difference,
             expected=expected,
         )
+
+    def encode_images(self, text: str, messages: Sequence[Message], namespace: str) -> set[int]:
+        """Have those images of a prompt encoded again whose rows are gone. What stands for all of them."""
+        images = self._image_tokens(messages, namespace)
+        named = {image.digest for message in messages for _, image in message.images}
+        shown = [digest for digest in images_in(text) if digest in named]
+        return {each for digest in shown for each in images(digest)} if images is not None else set()
 
     def reads_alike(self, first: Sequence[Message], second: Sequence[Message], options: ChatOptions) -> bool:
         """Whether the template makes the same text of two histories."""
@@ -381,6 +398,7 @@ class PromptBuilder:
         base = self._tokenizer.shared_prefix(text, known) if known is not None else None
         if base is None or base is not known:
             # What goes on from all of `known` needs no other.
+            near = [each for each in near if not each.has_kept_images]
             bases = [each for each in (base, self._past.transcript(text, near)) if each is not None]
             base = max(bases, key=lambda each: len(each.text), default=None)
         new = text[len(base.text) :] if base is not None else text

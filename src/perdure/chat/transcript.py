@@ -46,6 +46,11 @@ def marked(content: str, images: Sequence[tuple[int, Image]]) -> str:
     return "".join([*parts, content[start:]])
 
 
+def images_in(text: str) -> dict[str, None]:
+    """The digests of the images that a prompt's text shows, and of what was typed to look like one."""
+    return dict.fromkeys(_MARKED.findall(text))
+
+
 def unguarded(text: str) -> str:
     """A guarded text with its genuine marks as they stand in a prompt."""
     return _GENUINE.sub(rf"{MARK}\1{MARK}", text) if _OURS in text else text

@@ -713,6 +713,9 @@ class Session(SessionView):
                     self._host.pending.update(pending)
             pending.answering = True
             messages = base.messages if fold is None else fold.messages
+            if pending.known:
+                # What was written goes on behind these very images.
+                self._host.chat_format.restore_images([*messages, *pending.said], self.namespace)
             plan = self._host.chat_format.plan(
                 (*extra.preamble, *messages, *pending.said),
                 namespace=self.namespace,

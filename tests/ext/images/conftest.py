@@ -1,11 +1,13 @@
-"""Toy models with projectors."""
+"""Toy models with projectors; a PostgreSQL server."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from ext.cluster.servers import PostgresServer, postgres_server
 
 from . import toys
 
@@ -23,3 +25,10 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path,
         return written[kind]
 
     return find
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    """A PostgreSQL server for all tests of this process."""
+    with postgres_server() as server:
+        yield server

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import sqlite3
 import threading
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,21 @@ from typing import Any
 import pytest
 
 import perdure
-from perdure import EngineDiedError, Image, InvalidInputError, Message, Runtime, SessionError
+from perdure import (
+    EngineDiedError,
+    Image,
+    InvalidInputError,
+    Message,
+    PerdureError,
+    Runtime,
+    SessionError,
+)
 from perdure.ext.images import reader
 from perdure.ext.images.encoder import Encoder, Patience
 from perdure.ext.images.media_store import MediaStore
 
 from .pictures import picture
+from .toys import tower
 
 Toy = Callable[[str], tuple[Path, Path]]
 
@@ -254,3 +264,97 @@ def test_y3_the_file_of_an_image_is_kept_for_sessions_alone(model: Path, tmp_pat
         assert rt.sessions.store.file("", image.digest) is None
         rt.session("a").append(seen(image, "this"))
         assert rt.sessions.store.file("", image.digest) == image.data
+
+
+def lose(store: Path, *, files: bool = False) -> None:
+    """State and rows are gone."""
+    for folder in ("media", "blocks"):
+        shutil.rmtree(store / folder)
+    (store / "index.sqlite").unlink()
+    if files:
+        clear_files(store)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["llava", *(pytest.param(each, marks=pytest.mark.full) for each in ("gemma3", "qwen3vl", "qwen35"))],
+)
+def test_e5_a_session_goes_on_though_state_and_rows_are_gone(kind: str, toy: Toy, tmp_path: Path) -> None:
+    """Its images are encoded again from their files, and the reply is that of a session that lost nothing. A
+    file that is gone too is named."""
+    model, store = toy(kind)[0], tmp_path / "store"
+    image = Image(picture(seed=1))
+    with opened(model, store) as rt:
+        rt.session("walk").say(seen("see ", image, Image(picture(seed=2)), BEHIND), **ASK)
+    shutil.copytree(store, tmp_path / "whole")
+    with opened(model, tmp_path / "whole") as rt:
+        expected = rt.session("walk").say("and now?", **ASK)
+    lose(store)
+    with opened(model, store) as rt:
+        session = rt.session("walk")
+        reply = session.say("and now?", **ASK)
+        assert reply.tokens == expected.tokens
+        assert reply.reuse.reused == 0 < expected.reuse.reused
+        assert reply.kept
+        assert encoded(rt) == 2
+    lose(store, files=True)
+    with opened(model, store) as rt, pytest.raises(SessionError, match=image.digest[:12]):
+        rt.session("walk").say("and then?", **ASK)
+
+
+def test_e5_rows_that_go_while_a_runtime_is_open_are_made_again(model: Path, tmp_path: Path) -> None:
+    """Also for a client that sends its history again, and where an event loop waits for the reply."""
+    said = [seen("see ", Image(picture(seed=1)), Image(picture(seed=2)), BEHIND)]
+    with opened(model, tmp_path) as rt:
+        first = rt.chat(said, **ASK)
+        history = [*said, {"role": "assistant", "content": first.text}, {"role": "user", "content": "so?"}]
+        expected = rt.chat(history, **ASK)
+        for ask in (rt.chat, lambda *said, **more: asyncio.run(rt.achat(*said, **more))):
+            rt.cache.clear()
+            MediaStore(tmp_path).forget_rows()
+            assert ask(history, **ASK).tokens == expected.tokens
+            assert encoded(rt) == 2
+
+
+def test_e3_e5_an_encoder_that_changes_leaves_sessions_as_they_are(toy: Toy, tmp_path: Path) -> None:
+    """As long as rows are kept. Where they are gone, the images are read anew with those that it makes."""
+    model, projector = (Path(shutil.copy(each, tmp_path)) for each in toy("llava"))
+    store, image = tmp_path / "store", Image(picture(seed=1))
+    with opened(model, store) as rt:
+        rt.session("walk").say(seen("see ", image, BEHIND), **ASK)
+        fork = rt.session("walk").fork("fork")
+        expected = fork.say("and now?", **ASK)
+    tower(projector, "llava", seed=5)
+    with opened(model, store) as rt:
+        rt.cache.clear()
+        assert rt.session("walk").say("and now?", **ASK).tokens == expected.tokens
+        assert encoded(rt) == 1
+        other = rt.session("other").say(seen("see ", image, BEHIND), **ASK)
+        assert encoded(rt) == 2
+    lose(store)
+    with opened(model, store) as rt:
+        reply = rt.session("fork").say("and then?", **ASK)
+        assert reply.kept
+        assert reply.usage.media_tokens == 64
+        assert rt.session("other").say("and now?", **ASK).usage.media_tokens == 64
+        assert encoded(rt) == 1
+        again = rt.session("again").say(seen("see ", image, BEHIND), **ASK)
+        assert again.tokens == other.tokens
+
+
+def test_c12_e5_a_pending_reply_goes_on_though_state_and_rows_are_gone(model: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    asked: Any = {"max_tokens": 40, "temperature": 0.0, "ignore_eos": True}
+    with opened(model, tmp_path / "whole") as rt:
+        expected = rt.session("walk").say(seen("see ", Image(picture(seed=1)), BEHIND), **asked)
+    with opened(model, store) as rt:
+        stream = rt.session("walk").submit(seen("see ", Image(picture(seed=1)), BEHIND), **asked)
+        for _ in zip(range(9), stream, strict=False):
+            pass
+        stream.interrupt()
+        with suppress(PerdureError):
+            stream.reply()
+    lose(store)
+    with opened(model, store) as rt:
+        assert rt.session("walk").resume().tokens == expected.tokens
+        assert encoded(rt) == 1
