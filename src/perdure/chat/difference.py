@@ -17,7 +17,7 @@ from typing import Literal
 
 from perdure.chat.message import Message, Tool
 from perdure.chat.past_conversations import PastConversation, message_key
-from perdure.chat.transcript import shared_length
+from perdure.chat.transcript import shared_length, with_names
 from perdure.decode.request import ReuseReport, Timings
 
 Kind = Literal["tools", "system", "message", "reply", "history", "variables", "template"]
@@ -153,7 +153,7 @@ def _difference(past: PastConversation, now: PastConversation, shared: int) -> D
         if was != value:
             place = f"template variable {name}"
             return Difference(kind="variables", place=place, before=repr(was), now=repr(value), tokens=0)
-    before, line = _lines_at(past.text, shared), _lines_at(now.text, shared)
+    _, (before, line) = _changed_line(with_names(past.text), with_names(now.text))
     return Difference(kind="template", place="the template", before=before, now=line, tokens=0)
 
 
@@ -188,7 +188,7 @@ def _messages(
             return "history", f"messages[{at}]: {new.role} was {old.role}", ("", ""), at
         if old.tool_calls != new.tool_calls:
             return ("reply" if is_reply else "message"), f"messages[{at}] ({new.role}): calls", ("", ""), at
-        first, second = (old.content or "").strip(), (new.content or "").strip()
+        first, second = (with_names(each.content or "").strip() for each in (old, new))
         number, lines = _changed_line(first, second)
         if new.role in ("system", "developer"):
             place: str = (

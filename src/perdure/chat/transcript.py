@@ -33,6 +33,7 @@ _MARKED = re.compile(f"{MARK}([0-9a-f]{{64}}){MARK}")
 _OURS = secrets.token_hex(16)
 """Nobody can type a mark: until the text around it is guarded, this stands in it, and is never written."""
 _GENUINE = re.compile(f"{_GUARD}?{MARK}{_OURS}([0-9a-f]{{64}}){_GUARD}?{MARK}")
+_SHOWN = re.compile(f"{_GUARD}?{MARK}(?:{_OURS})?([0-9a-f]{{12}})[0-9a-f]{{52}}{_GUARD}?{MARK}")
 ImageTokens: TypeAlias = Callable[[str], Sequence[int]]
 """The tokens of an image of a prompt, by its digest."""
 
@@ -49,6 +50,11 @@ def marked(content: str, images: Sequence[tuple[int, Image]]) -> str:
 def images_in(text: str) -> dict[str, None]:
     """The digests of the images that a prompt's text shows, and of what was typed to look like one."""
     return dict.fromkeys(_MARKED.findall(text))
+
+
+def with_names(text: str) -> str:
+    """A text for people, with the beginning of a digest in the place of each image."""
+    return _SHOWN.sub(r"[image \1]", text) if MARK in text else text
 
 
 def unguarded(text: str) -> str:

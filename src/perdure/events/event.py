@@ -177,6 +177,17 @@ class Woken(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class ImageEncoded(Event):
+    """A file that was not known was encoded: `tokens` of a prompt, out of so many bytes."""
+
+    tokens: int
+    nbytes: int
+    namespace: str
+    seconds: float
+    """With the start of the encoder, where it was not there."""
+
+
+@dataclass(frozen=True, slots=True)
 class CachePressure(Event):
     """A tier had no room for new blocks and let go of `evicted` old ones."""
 
@@ -233,6 +244,7 @@ KINDS: dict[str, type[Event]] = {
         Swapped,
         Slept,
         Woken,
+        ImageEncoded,
         CachePressure,
         MemoryPressure,
         Restarted,

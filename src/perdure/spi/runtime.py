@@ -5,7 +5,7 @@ from perdure.backend import Backend, BlockStorage, LocalBackend, SecondOpening
 from perdure.decode.embedding import EmbeddingFuture, cut, ranked
 from perdure.decode.stream import one_request
 from perdure.events.background import BackgroundThread, BackgroundTimer
-from perdure.events.event import BlocksStored, ChunkRead, Event, TokenDrawn, Woken
+from perdure.events.event import BlocksStored, ChunkRead, Event, ImageEncoded, TokenDrawn, Woken
 from perdure.events.sinks import json_line
 from perdure.events.subscription import Subscription
 
@@ -18,6 +18,7 @@ __all__ = [
     "ChunkRead",
     "EmbeddingFuture",
     "Event",
+    "ImageEncoded",
     "LocalBackend",
     "SecondOpening",
     "Subscription",

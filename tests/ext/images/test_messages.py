@@ -27,6 +27,7 @@ from perdure import (
 from perdure.ext.images import reader
 from perdure.ext.images.encoder import Encoder, Patience
 from perdure.ext.images.media_store import MediaStore
+from perdure.spi.runtime import ImageEncoded
 
 from .pictures import picture
 from .toys import tower
@@ -358,3 +359,32 @@ def test_c12_e5_a_pending_reply_goes_on_though_state_and_rows_are_gone(model: Pa
     with opened(model, store) as rt:
         assert rt.session("walk").resume().tokens == expected.tokens
         assert encoded(rt) == 1
+
+
+def test_o1_e1_an_event_tells_of_each_file_that_is_encoded(model: Path, tmp_path: Path) -> None:
+    first, second = Image(picture(seed=1)), Image(picture(seed=2))
+    with opened(model, tmp_path) as rt, rt.events(["ImageEncoded"]) as events:
+        for said in (seen(first, "?"), seen(first, "!"), seen(first, second, "?")):
+            rt.chat([said], namespace="ada", **ASK)
+        told = [event for event in events.poll() if isinstance(event, ImageEncoded)]
+    assert first.data is not None
+    assert second.data is not None
+    assert [(event.tokens, event.nbytes, event.namespace) for event in told] == [
+        (64, len(first.data), "ada"),
+        (64, len(second.data), "ada"),
+    ]
+    assert all(event.seconds > 0 for event in told)
+
+
+def test_a5_i6_an_image_that_changed_is_named_and_its_mark_is_not_shown(model: Path, tmp_path: Path) -> None:
+    """What stands for an image inside would let a client type one."""
+    first, second = Image(picture(seed=1)), Image(picture(seed=2))
+    with opened(model, tmp_path) as rt:
+        reply = rt.chat([seen("see ", first, BEHIND)], **ASK)
+        more: list[Any] = [{"role": "assistant", "content": reply.text}, {"role": "user", "content": "so?"}]
+        other = rt.chat([seen("see ", second, BEHIND), *more], **ASK)
+    difference = other.difference
+    assert difference is not None
+    assert difference.place == "messages[0] (user), line 1"
+    assert difference.now.startswith(f"see [image {second.digest[:12]}] here w1")
+    assert difference.before.startswith(f"see [image {first.digest[:12]}] here w1")

@@ -8,6 +8,7 @@ not. A file at which it died is not tried again.
 from __future__ import annotations
 
 import threading
+import time
 
 from perdure import EngineDiedError, InvalidInputError, SessionError
 from perdure.ext.images.encoder import Encoder
@@ -16,7 +17,7 @@ from perdure.ext.images.media import EncodedFile
 from perdure.ext.images.media_store import FileDigest, MediaStore, open_store
 from perdure.ext.images.projector import find_projector
 from perdure.spi.chat import Image, ImageFiles
-from perdure.spi.runtime import Backend
+from perdure.spi.runtime import Backend, ImageEncoded
 
 _REMEMBERED = 1024
 
@@ -82,6 +83,7 @@ class StoredImages:
                 "the encoder died at this image before, so it is not tried again: save it anew as PNG, and "
                 "send that"
             )
+        began = time.monotonic()
         try:
             encoded = encoder.encode(data)
         except EngineDiedError:
@@ -89,6 +91,8 @@ class StoredImages:
             if len(self._deadly) > _REMEMBERED:
                 del self._deadly[next(iter(self._deadly))]
             raise
+        seconds = time.monotonic() - began
+        self._backend.events.emit(ImageEncoded, "", len(encoded.tokens), len(data), namespace, seconds)
         return encoded
 
     @property
