@@ -40,7 +40,7 @@ test-rest: types browser servers
 
 # The kernel alone, without any extension: what a conversation that lasts needs.
 KERNEL := tests/cache tests/chat tests/decode tests/engine tests/events tests/libraries tests/memory tests/models \
-  tests/sessions tests/sharing tests/store tests/worker tests/test_option_names.py tests/test_options.py \
+  tests/sessions tests/store tests/test_option_names.py tests/test_options.py \
   tests/test_public_names.py tests/test_system.py tests/test_typing.py
 kernel: $(TEST)
 	PERDURE_TESTS=quick PERDURE_HIDDEN=all PYTHONPATH=tests/hiding $(BIN)/python -m pytest -q \

@@ -66,7 +66,7 @@ SMOKE = (
     "test_public_names.py",
     "test_system.py",
     "test_typing.py",
-    "worker/",
+    "ext/workers/",
 )
 """Files and folders that run in `make test` although their kind does not."""
 MANY, EVERY = 12, 5

@@ -18,7 +18,7 @@ TESTS = Path(__file__).parent
         ("chat/parsing/test_reply_parser.py", None),
         ("server/test_chat.py", "live"),
         ("cli/test_run.py", "process"),
-        ("worker/test_remote.py", "process"),
+        ("ext/workers/test_remote.py", "process"),
         ("ext/cluster/test_postgres.py", "service"),
         ("page/conftest.py", "browser"),
     ],

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 RIGHT = """
 import perdure
 from perdure.cache.prefix_cache import PrefixCacheCalls
-from perdure.worker.protocol import Ask
+from perdure.ext.workers.protocol import Ask
 
 def main(rt: perdure.Runtime) -> None:
     rt.generate("a", max_tokens=3, temperature=0.5, stop="x")
@@ -128,7 +128,7 @@ def test_every_call_of_a_runtime_that_waits_has_a_twin_for_asyncio() -> None:
 ANY_NAMES = {
     "cli/options/groups.py": "options by the names of a command's own, which typer has checked",
     "chat/template/template.py": "a template's own variables",
-    "chat/template/limits.py": "what a template gives to a filter, before the filter itself checks it",
+    "chat/template/sizes.py": "what a template gives to a filter, before the filter itself checks it",
     "chat/template/sandbox.py": "what a template gives to any call, as Jinja hands it on",
     "engine/logits.py": "NumPy's protocol",
     "ext/mlx/weights.py": "what mlx-lm gives to its own models, which is handed on",

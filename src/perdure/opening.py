@@ -17,15 +17,15 @@ from perdure.engine.model import EngineModel as ModelContract
 from perdure.engine_config import N_CTX, EngineConfig
 from perdure.engine_config.keywords import EngineKeywords
 from perdure.errors import InvalidInputError, StoreLockedError
+from perdure.extension import optional_part, part
 from perdure.options import named_by
 from perdure.runtime import Runtime
 from perdure.sessions.store.registry import cluster_key, encryption_of, store_folder
 
 if TYPE_CHECKING:
     from perdure.chat.template.template import Template
-    from perdure.store.owner import StoreLock
-    from perdure.worker.attached import Link
-    from perdure.worker.restart_policy import RestartPolicy
+    from perdure.restart_policy import RestartPolicy
+    from perdure.store.owner import StoreLock, StoreOwner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +49,12 @@ class Opening:
             known = config.n_ctx or N_CTX
             config = replace(config, n_ctx=n_ctx if known == "auto" else max(known, n_ctx))
         if self.isolated:
-            from perdure.worker.remote import RemoteBackend
-            from perdure.worker.restart_policy import RestartPolicy
+            from perdure.restart_policy import RestartPolicy
 
             policy = self.isolated if isinstance(self.isolated, RestartPolicy) else None
             source = cast("str | None", self.model)
-            return RemoteBackend(source, config, storage=self.storage, restart_policy=policy)
+            in_process: Callable[..., Backend] = part("isolated", "workers")
+            return in_process(source, config, storage=self.storage, restart_policy=policy)
         if self.loaded:
             return LocalBackend(cast(ModelContract, self.model), config, storage=self.storage)
         own = registry.open_model(
@@ -66,27 +66,21 @@ class Opening:
             own.close()
             raise
 
-    def check(self, link: Link, store: Path) -> None:
-        """Refuse the engine of another process that is not the one that is wanted."""
-        if not self._is_model_of(link):
-            ready = link.welcome.ready
+    def check(self, path: str | None, digest: str, holder: StoreOwner) -> None:
+        """Refuse the engine of another process whose model is not the one that is wanted."""
+        if not self._is_model(path, digest):
             raise StoreLockedError(
-                f"the store {store} is in use by {link.holder} with "
-                f"{Path(ready.path).name if ready.path else 'another model'}, and this asks for "
+                f"the store {self.storage.folder} is in use by {holder} with "
+                f"{Path(path).name if path else 'another model'}, and this asks for "
                 f"{self._model_name()}: leave the model out to use that one, close that process, or choose "
                 "another store"
             )
-        from perdure.worker.attached import check_settings
 
-        n_ctx = self.config.n_ctx
-        check_settings(link, store, self.config.distinctive, None if n_ctx == "auto" else n_ctx)
-
-    def _is_model_of(self, link: Link) -> bool:
-        ready = link.welcome.ready
+    def _is_model(self, path: str | None, digest: str) -> bool:
         if self.loaded:
-            return cast(ModelContract, self.model).digest == ready.digest
+            return cast(ModelContract, self.model).digest == digest
         source = cast("str | None", self.model)
-        return registry.engine_for(source).is_same(source, ready.path, ready.digest)
+        return registry.engine_for(source).is_same(source, path, digest)
 
     def _model_name(self) -> str:
         if self.loaded:
@@ -112,11 +106,11 @@ def open_runtime(
     try:
         lock_or_backend = StoreLock(folder)
     except StoreLockedError:
-        from perdure.worker.attached import lock_or_attach
-
-        lock_or_backend = lock_or_attach(
-            folder, lambda link: opening.check(link, folder), opening.build, distinctive
-        )
+        lock_or_attach = optional_part("store of another process")
+        if lock_or_attach is None:
+            raise
+        n_ctx = None if opening.config.n_ctx == "auto" else opening.config.n_ctx
+        lock_or_backend = lock_or_attach(folder, opening.check, opening.build, distinctive, n_ctx)
     if not isinstance(lock_or_backend, StoreLock):
         return _opened(lock_or_backend, lambda backend: Runtime(backend, store=folder, template=template))
     try:

@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from perdure.decode.embedding import EmbeddingFuture, Embeddings, RankedText
     from perdure.events.event import Observer
     from perdure.events.subscription import Subscription
+    from perdure.sessions.listener import Listener
     from perdure.sessions.memories import Memories
     from perdure.sessions.store.base import SessionStore
     from perdure.store.owner import StoreLock
-    from perdure.worker.listener import Listener
 
 D = TypeVar("D")
 R = TypeVar("R")
@@ -83,7 +83,7 @@ class Runtime(Closing):
             undo.callback(self.sessions.close)
             self._listener: Listener | None = None
             if lock is not None:
-                from perdure.worker.listener import Listener
+                from perdure.sessions.listener import Listener
 
                 self._listener = Listener(lock.holder, backend, settings or {})
             undo.pop_all()

@@ -19,13 +19,13 @@ import pytest
 
 import perdure
 from engine.failures import failing_decode
+from ext.workers import engines
+from ext.workers.engines import QUICK
 from inside import core_of
 from perdure import EngineError, OutOfMemoryError, PerdureError, Runtime
 from perdure.cache.block import BLOCK
 from perdure.testing.toy import Faults, ToyModel
 from subjects import MLX, NAMES, Subject
-from worker import engines
-from worker.engines import QUICK
 
 from .served import Answer, Served
 
@@ -303,7 +303,7 @@ def source(
 ) -> str | Path:
     """What a child opens."""
     monkeypatch.setenv(engines.FOLDER, str(tmp_path))
-    return "worker.engines:full" if request.param == "toy" else zoo_path(request.param)
+    return "ext.workers.engines:full" if request.param == "toy" else zoo_path(request.param)
 
 
 @contextmanager
@@ -339,6 +339,7 @@ def waiting(rt: Runtime, *, stored: bool) -> list[list[int]]:
     return prompts
 
 
+@pytest.mark.extension("workers")
 @pytest.mark.parametrize("name", ["SIGKILL", pytest.param("SIGSTOP", marks=SELDOM)])
 @pytest.mark.parametrize("stored", [True, False], ids=["stored", "in memory"])
 def test_an_engine_lost_while_conversations_wait_in_it(
@@ -366,6 +367,7 @@ def test_an_engine_lost_while_conversations_wait_in_it(
     assert [reply.tokens for reply in replies] == [reply.tokens for reply in again] == cold
 
 
+@pytest.mark.extension("workers")
 @pytest.mark.parametrize(
     "model", [pytest.param(name, marks=SELDOM if name != "toy" else []) for name in MODELS]
 )
@@ -375,7 +377,7 @@ def test_an_engine_killed_in_the_midst_of_a_copy(
     """kill -9 between two places: the request that asked for it is tried again, and nobody can tell."""
     monkeypatch.setenv(engines.FOLDER, str(tmp_path))
     monkeypatch.setenv(engines.MODEL, "" if model == "toy" else str(zoo_path(model)))
-    with isolated("worker.engines:dying_at_a_copy", tmp_path / "store") as rt:
+    with isolated("ext.workers.engines:dying_at_a_copy", tmp_path / "store") as rt:
         prompts = waiting(rt, stored=True)
         engines.mark().touch()
         replies = [rt.generate(prompt, **ASKED) for prompt in prompts]

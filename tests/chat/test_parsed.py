@@ -24,9 +24,14 @@ ASKED: dict[str, Any] = {"max_tokens": 200, "temperature": 0}
 HELLO = [{"role": "user", "content": "A city?"}]
 
 
-@pytest.fixture(params=[False, True], ids=["in process", "isolated"])
+@pytest.fixture(
+    params=[
+        pytest.param(False, id="in process"),
+        pytest.param(True, id="isolated", marks=pytest.mark.extension("workers")),
+    ]
+)
 def rt(request: pytest.FixtureRequest, tmp_path: Any) -> Any:
-    source = "worker.engines:full" if request.param else ToyModel()
+    source = "ext.workers.engines:full" if request.param else ToyModel()
     with perdure.open(source, n_ctx=1024, store=tmp_path, isolated=request.param) as runtime:
         yield runtime
 

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 import perdure
 from engine import made_up
+from ext.workers.engines import QUICK
 from perdure.cli.app import app
 from perdure.engine import registry
 from perdure.engine.factory import FACTORY
@@ -18,7 +19,6 @@ from perdure.engine.llama.engine import ENGINE as LLAMA
 from perdure.errors import InvalidInputError
 from perdure.extension import imported
 from server.live_server import live_server
-from worker.engines import QUICK
 
 
 @pytest.fixture
@@ -31,7 +31,13 @@ def registered() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("registered")
-@pytest.mark.parametrize("isolated", [False, QUICK], ids=["in process", "in a worker"])
+@pytest.mark.parametrize(
+    "isolated",
+    [
+        pytest.param(False, id="in process"),
+        pytest.param(QUICK, id="in a worker", marks=pytest.mark.extension("workers")),
+    ],
+)
 def test_a_registered_engine_is_served_over_http(isolated: bool) -> None:
     with (
         perdure.open("made-up:bird", n_ctx=256, slots=1, isolated=isolated) as rt,
@@ -60,7 +66,7 @@ def test_the_command_tells_of_a_registered_engine() -> None:
 def test_a_source_goes_to_the_engine_that_claims_it(tmp_path: Path) -> None:
     assert registry.engine_for(None) is LLAMA
     assert registry.engine_for("owner/repo:Q4_K_M") is LLAMA
-    assert registry.engine_for("worker.engines:full") is FACTORY
+    assert registry.engine_for("ext.workers.engines:full") is FACTORY
     file = tmp_path / "without a suffix"
     file.write_bytes(b"GGUF")
     assert registry.engine_for(file) is LLAMA

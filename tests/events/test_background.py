@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,13 +26,12 @@ from decode.observed import open_toy
 from inside import inside
 from perdure import system
 from perdure.atomic import atomic_write
-from perdure.backend import Residence
 from perdure.cache.tiers.write_behind import WriteBehind
 from perdure.chat.prefetch import Prefetcher
 from perdure.decode.request import ReuseReport, Timings, Usage
 from perdure.engine import parallel
 from perdure.engine.context.guarded_core import stopped_by_ctrl_c
-from perdure.errors import EngineError, StoreError
+from perdure.errors import StoreError
 from perdure.events import background
 from perdure.events.background import FAILURES, BackgroundThread, BackgroundTimer
 from perdure.events.event import Restarted
@@ -46,22 +44,13 @@ from perdure.server.core.metrics import DailyReports, RecentRequest
 from perdure.server.http_server import LoopWatch
 from perdure.server.pool import ModelPool
 from perdure.sessions import pending_turn
+from perdure.sessions.listener import Listener
 from perdure.sessions.pending_turn import PendingTurns
 from perdure.store.index import Index
 from perdure.store.owner import StoreOwner
 from perdure.store.table_check import TableCheck
 from perdure.system import processes
 from perdure.testing.toy import Faults, ToyModel
-from perdure.worker import guest
-from perdure.worker.child import Child
-from perdure.worker.connection import Connection
-from perdure.worker.listener import Listener
-from perdure.worker.message_reader import MessageReader
-from perdure.worker.pending_requests import PendingRequests
-from perdure.worker.protocol import Call, Close, Pulse, RequestId
-from perdure.worker.restart_policy import RestartPolicy
-from perdure.worker.service import RequestService
-from perdure.worker.supervisor import Supervisor
 from server.live_server import hello, live_server
 from store.chains import chain, same
 
@@ -129,15 +118,19 @@ def test_every_thread_of_the_source_is_one_that_says_when_it_fails() -> None:
 
 
 HERE = "events/test_background.py"
+WORKERS = "ext/workers/test_threads.py"
 TERMINAL = "test_whatever_is_raised_is_logged_and_counted_and_a_loop_runs_again"
 PLANTED = {
     "": (HERE, "test_writing_behind", "test_the_lists_of_a_shared_place"),
     "perdure-analysis": ("ext/inspection/test_routes.py", "test_an_analysis_that_exits_ends_for_its_client"),
     "perdure-assist": (HERE, "test_a_helper_that_fails_is_idle_again"),
-    "perdure-attached": ("sharing/test_sharing.py", "test_whoever_waits_for_an_engine_hears_that_none_comes"),
-    "perdure-call": (HERE, "test_a_call_in_the_engines_process_is_answered"),
+    "perdure-attached": (
+        "ext/workers/test_sharing.py",
+        "test_whoever_waits_for_an_engine_hears_that_none_comes",
+    ),
+    "perdure-call": (WORKERS, "test_a_call_in_the_engines_process_is_answered"),
     "perdure-check": (HERE, "test_a_check_that_fails_finds_nothing_sound"),
-    "perdure-connection": ("worker/test_connection.py", "test_what_a_sender_left_is_sent_by_the_next"),
+    "perdure-connection": ("ext/workers/test_connection.py", "test_what_a_sender_left_is_sent_by_the_next"),
     "perdure-ctrl-c": (HERE, "test_the_thread_that_waits_for_ctrl_c"),
     "perdure-encoder": (HERE, "test_a_timer_that_fails_says_so"),
     "perdure-engine": (HERE, "test_ready_says_which_threads_failed_and_refuses_where_the_engine_did"),
@@ -161,14 +154,17 @@ PLANTED = {
     "perdure-pdf": (HERE, "test_a_timer_that_fails_says_so"),
     "perdure-probe": (HERE, "test_a_timer_that_fails_says_so"),
     "perdure-pull": (HERE, "test_a_pull_that_fails_leaves_the_next_one_free"),
-    "perdure-pulse": (HERE, "test_the_pulse_of_the_engines_process"),
+    "perdure-pulse": (WORKERS, "test_the_pulse_of_the_engines_process"),
     "perdure-reading": (HERE, TERMINAL),
     "perdure-report": (HERE, "test_a_report_that_fails_is_written_after_the_next_request"),
-    "perdure-service": (HERE, "test_another_program_that_was_not_served_comes_again"),
+    "perdure-service": (
+        "ext/workers/test_threads.py",
+        "test_another_program_that_was_not_served_comes_again",
+    ),
     "perdure-usage": (HERE, "test_the_usage_of_keys_is_written_after_the_next_request"),
     "perdure-wake-reader": (HERE, TERMINAL),
     "perdure-warm": (HERE, "test_a_service_that_fails_costs_no_request"),
-    "perdure-worker": (HERE, "test_a_model_that_is_loaded_in_the_background"),
+    "perdure-worker": (WORKERS, "test_a_model_that_is_loaded_in_the_background"),
 }
 """The file and the tests that plant a failure in a thread, by its name; "" is for tiers, whose names it has.
 Nobody waits for those that draw in a terminal."""
@@ -235,17 +231,6 @@ def test_ready_says_which_threads_failed_and_refuses_where_the_engine_did(
     assert FAILURES["perdure-engine"] == 1
 
 
-def test_ready_says_which_threads_of_the_engines_process_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    pending = PendingRequests(1)
-    supervisor = Supervisor(Once(), RestartPolicy(), pending, MessageReader(), Residence())
-    pending.handle([Pulse(1, {}, {"perdure-connection": 2})])
-    health = supervisor.health()
-    with open_toy(slots=1) as rt, live_server(rt) as server, server.client() as client:
-        monkeypatch.setattr(rt.backend, "health", lambda: replace(health, state="ready"))
-        assert client.get("/ready").json()["failed_threads"] == {"perdure-connection": 2}
-    supervisor.close()
-
-
 # One planted in each.
 
 
@@ -309,20 +294,6 @@ def test_a_pull_that_fails_leaves_the_next_one_free() -> None:
             pull = puller.wait(pull, PATIENCE)
         assert pull is not None
         assert pull.state == state
-
-
-def test_a_model_that_is_loaded_in_the_background() -> None:
-    errors: list[Exception] = []
-
-    class Watching(Residence):
-        def failed(self, error: Exception) -> None:
-            errors.append(error)
-
-    supervisor = Supervisor(Once(), RestartPolicy(), PendingRequests(1), MessageReader(), Watching())
-    with pytest.raises(EngineError, match="planted"):
-        supervisor.wait_ready()
-    supervisor.close()
-    assert len(errors) == 1
 
 
 def test_an_observer_that_fails_gets_the_next_event() -> None:
@@ -489,63 +460,3 @@ def test_what_is_written_behind_a_reply(tmp_path: Path, monkeypatch: pytest.Monk
         stream.cancel()
         stream.reply()
     assert FAILURES["perdure-pending"] == 1
-
-
-@pytest.fixture
-def ends() -> Iterator[tuple[Connection, Connection]]:
-    one, other = map(Connection, socket.socketpair())
-    yield one, other
-    one.close()
-    other.close()
-
-
-def test_a_call_in_the_engines_process_is_answered(
-    ends: tuple[Connection, Connection], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here, there = ends
-    with open_toy(slots=1) as rt:
-        monkeypatch.setattr(inside(rt).cache, "plan", Once(lambda: 7))
-        service = RequestService(there, inside(rt))
-        for number in (1, 2):
-            service.handle(Call(RequestId(number), "cache", "plan", (), {}))
-            answer = here.receive()
-            assert answer.id == number
-            assert (str(answer.error), answer.value) == (
-                ("the engine's process raised Panic('planted')", None) if number == 1 else ("None", 7)
-            )
-        service.close()
-
-
-def test_the_pulse_of_the_engines_process(
-    ends: tuple[Connection, Connection], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here, there = ends
-    with open_toy(slots=1) as rt:
-        monkeypatch.setattr(inside(rt).engine_loop, "call", Once())
-        child = BackgroundThread(Child(there, inside(rt), pulse=0.001).serve, name="perdure-child")
-        child.start()
-        while not isinstance(pulse := here.receive(), Pulse):
-            pass
-        assert pulse.failures == {"perdure-pulse": 1}
-        here.send(Close())
-        child.join(PATIENCE)
-    assert FAILURES == {"perdure-pulse": 1}
-
-
-def test_another_program_that_was_not_served_comes_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    address = str(tmp_path / "socket")
-    planted = Once(guest.Guest)
-    monkeypatch.setattr(guest, "Guest", planted)
-    holder = StoreOwner(pid=os.getpid(), command="test", since=0.0, socket=address)
-    with open_toy(slots=1) as rt, closing(Listener(holder, rt.backend, {})):
-        for heard in (0, 1):
-            with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as end:
-                end.connect(address)
-                assert len(end.recv(1)) == heard
-        # The connection is closed before its failure is counted.
-        ends = time.monotonic() + PATIENCE
-        while not FAILURES and time.monotonic() < ends:
-            time.sleep(0.01)
-    assert FAILURES == {"perdure-service": 1}

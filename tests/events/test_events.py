@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import perdure
+from ext.workers.engines import isolated
 from perdure import InvalidInputError, Runtime
 from perdure.backend import LocalBackend
 from perdure.decode.step_events import HELD
@@ -44,7 +45,6 @@ from perdure.events.hub import EventHub
 from perdure.events.sinks import JsonLines, json_line
 from perdure.events.subscription import Subscription
 from perdure.testing.toy import ToyModel
-from worker.engines import isolated
 
 
 def toy(**settings: object) -> Runtime:
@@ -236,6 +236,7 @@ def test_short_memory_and_a_full_cache_are_told(monkeypatch: pytest.MonkeyPatch)
     assert full.nbytes <= full.budget == 4096
 
 
+@pytest.mark.extension("workers")
 def test_events_cross_the_worker_in_order() -> None:
     with isolated("full") as rt:
         own: list[Event] = []
@@ -257,6 +258,7 @@ def test_events_cross_the_worker_in_order() -> None:
         assert any(isinstance(event, ChunkRead) for event in own)
 
 
+@pytest.mark.extension("workers")
 def test_a_death_and_the_new_start_are_told() -> None:
     import os
     import signal

@@ -266,7 +266,7 @@ def test_a_model_is_downloaded_and_used_without_a_restart(
     model = catalogue.find("smollm2:360m")
     assert model is not None
     put_repo(hub, model.repo, {model.file: zoo_path("llama").read_bytes()})
-    source = "worker.engines:full"
+    source = "ext.workers.engines:full"
     with (
         opened(source, store=tmp_path / "store", isolated=True) as rt,
         closing(ModelPool.of_runtime("toy", rt, source=source, config=EngineConfig(n_ctx=512))) as pool,

@@ -11,9 +11,9 @@ from pathlib import Path
 from playwright.sync_api import expect
 
 from decode.observed import trouble
+from ext.workers.engines import pid
 from page.conftest import OpenPage
 from server.live_server import LiveServer, live_server, opened
-from worker.engines import pid
 
 
 def test_the_machine_shows_the_model_its_slots_and_the_last_requests(

@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 
-from perdure.worker.remote import RemoteBackend
+from perdure.ext.workers.remote import RemoteBackend
 from server.live_server import PATIENCE, LiveServer, check_freed, hello, live_server, opened
 
 CHAT = "/v1/chat/completions"

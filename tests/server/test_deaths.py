@@ -15,9 +15,9 @@ import httpx
 import pytest
 
 from perdure import Runtime
-from perdure.worker import supervisor as supervisor_module
-from perdure.worker.remote import RemoteBackend
-from perdure.worker.restart_policy import RestartPolicy
+from perdure.ext.workers import supervisor as supervisor_module
+from perdure.ext.workers.remote import RemoteBackend
+from perdure.restart_policy import RestartPolicy
 from server.live_server import LiveServer, events, hello, live_server, opened
 
 SESSIONS = "/v1/sessions"

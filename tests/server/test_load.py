@@ -92,7 +92,7 @@ class Load:
                 time.sleep(0.1)
         time.sleep(min(15.0, SECONDS / 2))
         for child in self._server.children():
-            if "perdure.worker.child" in child.cmdline():
+            if "perdure.ext.workers.child" in child.cmdline():
                 child.kill()
                 self.counts["kills"] += 1
 

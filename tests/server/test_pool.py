@@ -15,9 +15,9 @@ import pytest
 
 from perdure.backend import BlockStorage
 from perdure.engine_config import EngineConfig
+from perdure.restart_policy import RestartPolicy
 from perdure.server.core.keys import Keys, new_key
 from perdure.server.pool import ModelPool, ModelSpec
-from perdure.worker.restart_policy import RestartPolicy
 from server.live_server import LiveServer, hello, live_server
 
 SWIFT = RestartPolicy(backoff=0.01, backoff_limit=0.05, grace=10.0)
@@ -40,7 +40,7 @@ ASKED: dict[str, dict[str, Any]] = {
 def spec(name: str, kind: str = "full", *, n_ctx: int = 512, slots: int = 2, **more: Any) -> ModelSpec:
     return ModelSpec(
         name=name,
-        source=f"worker.engines:{kind}",
+        source=f"ext.workers.engines:{kind}",
         config=EngineConfig(n_ctx=n_ctx, slots=slots),
         **{"memory": 2 << 20, **more},
     )
@@ -62,8 +62,10 @@ def states(client: httpx.Client) -> dict[str, str]:
 
 
 def test_a_context_that_holds_for_all_models_is_told_before_they_are_loaded() -> None:
-    own = ModelSpec(name="own", source="worker.engines:full", config=EngineConfig(n_ctx=256), memory=2 << 20)
-    common = ModelSpec(name="common", source="worker.engines:full", memory=2 << 20)
+    own = ModelSpec(
+        name="own", source="ext.workers.engines:full", config=EngineConfig(n_ctx=256), memory=2 << 20
+    )
+    common = ModelSpec(name="common", source="ext.workers.engines:full", memory=2 << 20)
     with closing(ModelPool.open([common, own], EngineConfig(n_ctx=1024), restart_policy=SWIFT)) as pool:
         first = pool.default
         with live_server(first.runtime, name=first.name, pool=pool) as server, server.client() as client:

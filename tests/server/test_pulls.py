@@ -192,7 +192,7 @@ def test_what_was_pulled_is_asked_for_at_once(
     """By the name under which it was pulled and by that of its file, beside the model that was there."""
     (secret, key), (other, second) = new_key("metrics"), new_key("ann")
     put_repo(hub, "me/real", {"real-Q8_0.gguf": zoo_path("gemma3").read_bytes()})
-    source = "worker.engines:full"
+    source = "ext.workers.engines:full"
     with (
         opened(source, store=tmp_path / "store") as rt,
         closing(ModelPool.of_runtime("toy", rt, source=source, config=EngineConfig(n_ctx=512))) as pool,

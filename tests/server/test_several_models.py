@@ -18,9 +18,9 @@ import pytest
 import perdure
 from perdure import Runtime
 from perdure.engine_config import EngineConfig
+from perdure.ext.workers.remote import RemoteBackend
+from perdure.restart_policy import RestartPolicy
 from perdure.server.pool import ModelPool
-from perdure.worker.remote import RemoteBackend
-from perdure.worker.restart_policy import RestartPolicy
 from server.live_server import LiveServer, hello, live_server, opened
 from server.pool.test_pool import say, spec
 
@@ -206,7 +206,7 @@ def test_a_store_changes_its_model_at_random_under_load_and_no_conversation_lose
 
 @pytest.mark.parametrize("isolated", [SWIFT, False], ids=["process", "in-process"])
 def test_a_server_of_one_model_gets_a_second_one(tmp_path: Path, isolated: RestartPolicy | bool) -> None:
-    source = "worker.engines:full"
+    source = "ext.workers.engines:full"
     with (
         perdure.open(source, n_ctx=512, slots=2, store=tmp_path, isolated=isolated) as rt,
         closing(ModelPool.of_runtime("a", rt, source=source, config=EngineConfig(n_ctx=512))) as pool,
@@ -217,6 +217,6 @@ def test_a_server_of_one_model_gets_a_second_one(tmp_path: Path, isolated: Resta
         for number in range(2):
             assert say(pool, b, "b", f"message {number}").kept
             assert say(pool, pool.default, "a", f"message {number}").kept
-    with perdure.open("worker.engines:hybrid", n_ctx=512, slots=2, store=tmp_path) as rt:
+    with perdure.open("ext.workers.engines:hybrid", n_ctx=512, slots=2, store=tmp_path) as rt:
         assert [rt.session(name).turns for name in ("a", "b")] == [3, 2]
         assert rt.session("b").say("and on", max_tokens=4, temperature=0).usage.cached_tokens > 0

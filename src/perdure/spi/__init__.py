@@ -7,7 +7,7 @@ llama      llama.cpp's library, its models and their files
 libraries  builds of llama.cpp: listed, installed, judged
 models     model files: found, read, judged
 chat       messages, templates, replies, model families
-runtime    runtimes, requests, events
+runtime    runtimes, backends, requests, events
 sessions   conversations and their stores
 sqlite     the session store of a folder, its files and tables
 cache      blocks of state and the tiers that keep them

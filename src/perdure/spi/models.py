@@ -1,6 +1,7 @@
 """For extensions that find, read or judge model files."""
 
 from perdure import models
+from perdure.engine import deadly_files
 from perdure.models.card import Card, TypeShare
 from perdure.models.catalogue import CatalogueModel, fit_of, names_of
 from perdure.models.catalogue import find as find_by_name
@@ -23,7 +24,6 @@ from perdure.models.placement import (
 from perdure.models.registry import DEFAULT, HubSource, UrlSource
 from perdure.models.safetensors import FLOATS, SafetensorsHeader, read_safetensors, safetensors_header
 from perdure.models.ways_to_open import FitConstraints, Room, placements
-from perdure.worker import deadly_files
 
 __all__ = [
     "ASSISTANTS",

@@ -17,6 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 import perdure
+from ext.workers.engines import QUICK
 from perdure import CannotRewindError, InvalidInputError
 from perdure.cli.app import app
 from perdure.engine import registry
@@ -25,7 +26,6 @@ from perdure.ext.mlx.model import MlxModel
 from perdure.server.pool.spec import read_selection
 from server.live_server import live_server
 from subjects import MLX, Subject, check
-from worker.engines import QUICK
 
 Find = Callable[[str], Subject]
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import perdure
+from ext.workers.engines import isolated, pid
 from perdure.memory import FullAttention, Hybrid, MemorySpec
 from perdure.testing.toy import ToyModel
-from worker.engines import isolated, pid
 
 ASKED: dict[str, Any] = {
     "max_tokens": 40,

@@ -14,11 +14,11 @@ import pytest
 
 from cli.pty_user import piped
 from ext.upkeep.test_import import HOSTILE
+from ext.workers.programs import program
 from perdure import system
 from perdure.errors import CorruptStateError, InvalidInputError, StoreError
 from perdure.ext.upkeep.backup import back_up, restore
 from perdure.sessions.sessions import Sessions
-from sharing.programs import program
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ import perdure
 from perdure.backend import BlockStorage
 from perdure.engine_config import EngineConfig
 from perdure.errors import InvalidInputError, ModelNotFoundError, PerdureError, StoreLockedError
+from perdure.restart_policy import RestartPolicy
 from perdure.server.pool import ModelPool, ModelSpec, PooledModel
-from perdure.worker.restart_policy import RestartPolicy
 
 SWIFT = RestartPolicy(backoff=0.01, backoff_limit=0.05, grace=10.0)
 ONE = 3 << 20
@@ -30,7 +30,7 @@ ONE = 3 << 20
 def spec(name: str, kind: str = "full", **more: Any) -> ModelSpec:
     return ModelSpec(
         name=name,
-        source=f"worker.engines:{kind}",
+        source=f"ext.workers.engines:{kind}",
         config=EngineConfig(n_ctx=512, slots=2),
         **{"memory": 2 << 20, **more},
     )
@@ -200,7 +200,7 @@ def test_two_copies_of_a_model_are_refused_where_state_is_stored_y10(
     """Y10: their state has one place in the store, so the second one was 503 for ever."""
     copied = tmp_path / "copied.gguf"
     shutil.copy(zoo_path("llama"), copied)
-    for first, second in ((str(zoo_path("llama")), str(copied)), ("worker.engines:full",) * 2):
+    for first, second in ((str(zoo_path("llama")), str(copied)), ("ext.workers.engines:full",) * 2):
         specs = [
             ModelSpec(
                 name=name,

@@ -20,8 +20,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from perdure.backend import BlockStorage
 from perdure.engine_config import EngineConfig
+from perdure.restart_policy import RestartPolicy
 from perdure.server.pool import ModelPool, ModelSpec, PooledModel
-from perdure.worker.restart_policy import RestartPolicy
 
 SWIFT = RestartPolicy(backoff=0.01, backoff_limit=0.05, grace=10.0)
 ONE, NEED = 3 << 20, 2 << 20
@@ -123,7 +123,7 @@ class Switching(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self._folder = tempfile.TemporaryDirectory()
-        sources = {"a": "worker.engines:full", "b": "worker.engines:hybrid"}
+        sources = {"a": "ext.workers.engines:full", "b": "ext.workers.engines:hybrid"}
         self.pool = ModelPool.open(
             specs_of(sources),
             storage=BlockStorage(folder=Path(self._folder.name)),

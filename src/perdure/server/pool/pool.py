@@ -19,15 +19,15 @@ from perdure.engine.adapters import absolute_names
 from perdure.engine_config import N_CTX, EngineConfig
 from perdure.errors import ClosedError, InvalidInputError, ModelNotFoundError, PerdureError
 from perdure.events.background import BackgroundThread
+from perdure.extension import part
 from perdure.models.ways_to_open import Room, memory_needed
+from perdure.restart_policy import RestartPolicy
 from perdure.runtime import Runtime
 from perdure.server.pool.spec import ModelSpec, check_copies, is_copy
+from perdure.sessions.listener import Listener
 from perdure.sessions.store.base import SessionStore
 from perdure.sessions.store.registry import open_store
 from perdure.store.owner import StoreLock
-from perdure.worker.listener import Listener
-from perdure.worker.remote import RemoteBackend
-from perdure.worker.restart_policy import RestartPolicy
 
 log = logging.getLogger("perdure.pool")
 
@@ -576,7 +576,8 @@ class ModelPool:
             files = {name: file for name, (file, _) in spec.adapters.items()}
             config = replace(config, adapter_names=absolute_names(files))
 
-        backend = RemoteBackend(
+        in_process: Callable[..., Backend] = part("isolated", "workers")
+        backend = in_process(
             spec.source,
             config,
             storage=replace(storage, own_blocks=storage.folder is not None),

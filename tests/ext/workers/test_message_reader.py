@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from perdure.worker.connection import Connection
-from perdure.worker.message_reader import MessageReader
+from perdure.ext.workers.connection import Connection
+from perdure.ext.workers.message_reader import MessageReader
 
 PATIENCE = 60.0
 

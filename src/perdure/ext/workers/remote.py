@@ -18,28 +18,31 @@ from typing import Any, Concatenate, Protocol
 
 import numpy as np
 
-from perdure.backend import AlwaysLoaded, Backend, BlockStorage, Health, Residence, SecondOpening
-from perdure.cache.prefix_cache import PrefixCacheCalls
-from perdure.decode.embedding import EmbeddingFuture
-from perdure.decode.output_queue import OutputQueue
-from perdure.decode.request import Request
-from perdure.decode.stream import result_of
-from perdure.engine import registry
-from perdure.engine.adapters import Scales
-from perdure.engine.contract import Tokenizer, Tokens, check_token
-from perdure.engine_config import QUEUE, EngineConfig
-from perdure.errors import InvalidInputError
-from perdure.events.event import Event
-from perdure.events.hub import EventHub
-from perdure.events.subscription import Subscription
-from perdure.extension import imported
-from perdure.memory import MemorySpec
-from perdure.system import processes
-from perdure.worker.message_reader import MessageReader
-from perdure.worker.pending_requests import PendingRequests, packed
-from perdure.worker.protocol import Ask, P, Ready, Setup, T, Tables, Target
-from perdure.worker.restart_policy import RestartPolicy
-from perdure.worker.supervisor import Supervisor
+from perdure import Event, InvalidInputError, MemorySpec, Subscription
+from perdure.ext.workers.message_reader import MessageReader
+from perdure.ext.workers.pending_requests import PendingRequests, packed
+from perdure.ext.workers.protocol import Ask, P, Ready, Setup, T, Tables, Target
+from perdure.ext.workers.supervisor import Supervisor
+from perdure.spi.base import EngineConfig, imported, processes
+from perdure.spi.engine import Tokenizer, check_token, registry
+from perdure.spi.runtime import (
+    QUEUE,
+    AlwaysLoaded,
+    Backend,
+    BlockStorage,
+    EmbeddingFuture,
+    EventHub,
+    Health,
+    OutputQueue,
+    PrefixCacheCalls,
+    Request,
+    Residence,
+    RestartPolicy,
+    Scales,
+    SecondOpening,
+    Tokens,
+    result_of,
+)
 
 _PATIENCE = 5.0
 """Seconds that `submit` waits to hear that a request was taken. After that, a refusal ends the job."""

@@ -10,22 +10,30 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from perdure.backend import Backend
 from perdure.events.background import BackgroundThread
+from perdure.extension import optional_part
 from perdure.store.owner import StoreOwner
 from perdure.system import processes
-
-if TYPE_CHECKING:
-    from perdure.worker.connection import Connection
-    from perdure.worker.guest import Guest
 
 log = logging.getLogger("perdure.store")
 
 _GRACE = 20.0
 """Seconds for the replies of others to finish when this process leaves."""
 _NAP = 0.1
+
+
+class StoreGuest(Protocol):
+    """A connection of another process. An extension has it: it opens one with the socket, the backend and the
+    settings, in a thread that serves until the other side leaves."""
+
+    @property
+    def busy(self) -> bool: ...
+    def announce_leaving(self) -> None: ...
+    def cut(self, seconds: float) -> None: ...
+    def serve(self, guests: set[Any], changing: threading.Lock, leaving: threading.Event) -> None: ...
 
 
 class Listener:
@@ -40,19 +48,17 @@ class Listener:
         self._settings = dict(settings)
         self._leaving = threading.Event()
         self._changing = threading.Lock()
-        self._guests: set[Guest] = set()
+        self._guests: set[StoreGuest] = set()
         self._socket = _bound(holder.socket)
         self._wake, self._woken = socket.socketpair()
         self._thread = BackgroundThread(self._accept, name="perdure-listener", restart=True)
         self._thread.start()
 
-    def connect(self) -> Connection:
+    def connect(self) -> socket.socket:
         """A connection from this very process."""
-        from perdure.worker.connection import Connection
-
         here, there = socket.socketpair()
         self._start(there)
-        return Connection(here)
+        return here
 
     def close(self, grace: float = _GRACE) -> None:
         """Take nothing more, let what others wait for finish for a while, then let go of everybody."""
@@ -99,11 +105,12 @@ class Listener:
 
     def _serve(self, end: socket.socket) -> None:
         # Loaded when another process comes; most programs have a store for themselves.
-        from perdure.worker.guest import Guest
-
+        guest = optional_part("guests of a store")
         # Whatever happens here, the other process does not wait for an answer.
         with end:
-            Guest(end, self._backend, self._settings).serve(self._guests, self._changing, self._leaving)
+            if guest is not None:
+                opened: StoreGuest = guest(end, self._backend, self._settings)
+                opened.serve(self._guests, self._changing, self._leaving)
 
 
 def _bound(address: str) -> socket.socket | None:

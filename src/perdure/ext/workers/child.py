@@ -1,4 +1,4 @@
-"""The process with the engine: `python -m perdure.worker.child FD`.
+"""The process with the engine: `python -m perdure.ext.workers.child FD`.
 
 It talks to its parent over that socket alone, and does not outlive it.
 """
@@ -13,18 +13,13 @@ import socket
 import sys
 import threading
 
-from perdure import system
-from perdure.backend import LocalBackend
-from perdure.decode.request import Request
-from perdure.decode.stream import Stream, one_request
-from perdure.engine import registry
-from perdure.errors import ClosedError, PerdureError
-from perdure.events.background import FAILURES, BackgroundThread
-from perdure.extension import imported
-from perdure.system import processes
-from perdure.worker.connection import Connection
-from perdure.worker.protocol import Close, Failed, Line, Pulse, Setup
-from perdure.worker.service import RequestService, portable
+from perdure import ClosedError, PerdureError, Stream
+from perdure.ext.workers.connection import Connection
+from perdure.ext.workers.protocol import Close, Failed, Line, Pulse, Setup
+from perdure.ext.workers.service import RequestService, portable
+from perdure.spi.base import imported, processes, system
+from perdure.spi.engine import registry
+from perdure.spi.runtime import FAILURES, BackgroundThread, LocalBackend, Request, one_request
 
 _FLUSH = 10.0
 _ENGINE_GONE = 70

@@ -18,6 +18,7 @@ import pytest
 
 import perdure
 from decode.observed import check_delivery, open_toy, outcome, read
+from ext.workers.engines import HOLD, LATER, QUICK, Hold, isolated, pid, remote
 from perdure import (
     BusyError,
     ClosedError,
@@ -32,12 +33,11 @@ from perdure import (
 )
 from perdure.cache.prefix_cache import PrefixCache
 from perdure.cache.tiers.disk import DiskTier
+from perdure.ext.workers import remote as module
+from perdure.ext.workers.remote import RemotePrefixCache
 from perdure.memory import MEMORY_KINDS, MemorySpec
+from perdure.restart_policy import RestartPolicy
 from perdure.testing.toy import ToyModel
-from perdure.worker import remote as module
-from perdure.worker.remote import RemotePrefixCache
-from perdure.worker.restart_policy import RestartPolicy
-from worker.engines import HOLD, LATER, QUICK, Hold, isolated, pid, remote
 
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "seed": 0}
 REQUESTS: dict[str, dict[str, Any]] = {

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from decode.observed import open_toy
+from ext.workers.engines import ABORT, ABORT_ONCE, HANG, HOLD, QUICK, Hold, isolated, remote
+from ext.workers.test_deaths import kill
 from perdure import ContextOverflow, EngineDiedError, Runtime, TokenError
-from worker.engines import ABORT, ABORT_ONCE, HANG, HOLD, QUICK, Hold, isolated, remote
-from worker.test_deaths import kill
 
 TEXTS = ["one", "word " * 40, "three"]
 

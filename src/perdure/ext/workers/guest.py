@@ -9,10 +9,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from perdure.backend import Backend
-from perdure.worker.connection import Connection
-from perdure.worker.protocol import GREETING, Cancel, Leaving, Pulse, Welcome
-from perdure.worker.service import RequestService
+from perdure.ext.workers.connection import Connection
+from perdure.ext.workers.protocol import GREETING, Cancel, Leaving, Pulse, Welcome
+from perdure.ext.workers.service import RequestService
+from perdure.spi.runtime import Backend
 
 log = logging.getLogger("perdure.store")
 

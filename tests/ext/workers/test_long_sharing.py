@@ -16,7 +16,7 @@ import pytest
 
 from homes import new_home
 
-TESTS = Path(__file__).parent.parent
+TESTS = Path(__file__).parents[2]
 SHORT = ("--max-tokens", "8")
 
 

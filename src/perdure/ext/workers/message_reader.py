@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
-from perdure.worker.connection import Connection
+from perdure.ext.workers.connection import Connection
 
 
 class MessageReader:

@@ -10,10 +10,9 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 
-from perdure import system
-from perdure.system import processes
-from perdure.worker.connection import Connection
-from perdure.worker.protocol import Setup
+from perdure.ext.workers.connection import Connection
+from perdure.ext.workers.protocol import Setup
+from perdure.spi.base import processes, system
 
 _TAIL = 8192
 _LINES = 40
@@ -51,7 +50,7 @@ class Process:
             # A new process group: the terminal's signals are for the parent alone.
             self._child = subprocess.Popen(
                 processes.isolated_python(
-                    "-X", "faulthandler", "-m", "perdure.worker.child", str(theirs.fileno())
+                    "-X", "faulthandler", "-m", "perdure.ext.workers.child", str(theirs.fileno())
                 ),
                 stdout=self._log,
                 stderr=self._log,

@@ -19,7 +19,7 @@ import perdure
 from perdure import PerdureError
 from perdure.testing.toy import Faults, Gate, ToyModel
 
-TESTS = Path(__file__).parent.parent
+TESTS = Path(__file__).parents[2]
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 
 
@@ -49,7 +49,7 @@ class Program:
 
     def __init__(self, store: Path, **options: Any) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "sharing.programs", str(store), json.dumps(options)],
+            [sys.executable, "-m", "ext.workers.programs", str(store), json.dumps(options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=TESTS,

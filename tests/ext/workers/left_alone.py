@@ -1,4 +1,4 @@
-"""A program with an isolated runtime: `python -m worker.left_alone`.
+"""A program with an isolated runtime: `python -m ext.workers.left_alone`.
 
 It says its child's pid. Every line of its input is a prompt, and answered by the pid that served it and the
 text. Ctrl-C is told.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from worker.engines import isolated, pid
+from ext.workers.engines import isolated, pid
 
 
 def main() -> None:

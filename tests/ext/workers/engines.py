@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -25,10 +25,11 @@ from perdure.engine.contract import Batch, Outcome
 from perdure.engine.model import EngineModel as AnyModel
 from perdure.engine.registry import open_model
 from perdure.memory import FullAttention, Hybrid, Recurrent, SlidingWindow
+from perdure.restart_policy import RestartPolicy
 from perdure.testing.toy import Faults, ToyModel
-from perdure.worker import service
-from perdure.worker.remote import RemoteBackend
-from perdure.worker.restart_policy import RestartPolicy
+
+if TYPE_CHECKING:
+    from perdure.ext.workers.remote import RemoteBackend
 
 # Bytes that no text has and that the toy never writes: what happens when one is decoded.
 ABORT, SEGFAULT, EXIT, HANG, EAT, HOLD, ABORT_ONCE, DEFECT = 1, 2, 3, 4, 5, 6, 7, 8
@@ -116,6 +117,8 @@ def failing() -> ToyModel:
         kind = mark().read_text().partition(": ")[2]
         mark().unlink()
         return ERRORS[kind]
+
+    from perdure.ext.workers import service
 
     for place, (owner, name) in {**PLACES, **{each: (service, SENDING[each]) for each in SENDING}}.items():
         plant(owner, name, functools.partial(wanted, place), setattr)
@@ -279,11 +282,13 @@ def meeting_place(where: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hold
 
 
 def isolated(factory: str = "rigged", restart_policy: RestartPolicy = QUICK, **settings: Any) -> Runtime:
-    source = f"worker.engines:{factory}"
+    source = f"ext.workers.engines:{factory}"
     return open_runtime(source, isolated=restart_policy, **{"n_ctx": 256, "slots": 2, **settings})
 
 
 def remote(rt: Runtime) -> RemoteBackend:
+    from perdure.ext.workers.remote import RemoteBackend
+
     assert isinstance(rt.backend, RemoteBackend)
     return rt.backend
 

@@ -13,15 +13,15 @@ import pytest
 
 from decode.observed import outcome
 from decode.unexpected import ERRORS, PLACES
+from ext.workers.engines import SENDING, Hold, isolated, mark, pid, remote
 from perdure import PerdureError
 from perdure.decode.output_queue import OutputQueue, notify
 from perdure.decode.request import Delta
 from perdure.events.subscription import Subscription
-from perdure.worker import service
-from perdure.worker.connection import Connection
-from perdure.worker.protocol import RequestId
-from perdure.worker.service import OutputSender
-from worker.engines import SENDING, Hold, isolated, mark, pid, remote
+from perdure.ext.workers import service
+from perdure.ext.workers.connection import Connection
+from perdure.ext.workers.protocol import RequestId
+from perdure.ext.workers.service import OutputSender
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
 

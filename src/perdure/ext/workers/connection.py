@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from perdure.events.background import BackgroundThread
+from perdure.spi.runtime import BackgroundThread
 
 _HEAD = struct.Struct("<Q")
 _READ = 1 << 18

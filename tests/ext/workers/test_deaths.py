@@ -18,10 +18,7 @@ import pytest
 
 import perdure
 from decode.observed import Seen, alone, check_delivery, outcome, read
-from perdure import BusyError, EngineDiedError, EngineError, GrammarError, Reply, Runtime, Stream
-from perdure.memory import FullAttention
-from perdure.worker import supervisor as supervisor_module
-from worker.engines import (
+from ext.workers.engines import (
     ABORT,
     ABORT_ONCE,
     DEFECT,
@@ -38,6 +35,9 @@ from worker.engines import (
     pid,
     remote,
 )
+from perdure import BusyError, EngineDiedError, EngineError, GrammarError, Reply, Runtime, Stream
+from perdure.ext.workers import supervisor as supervisor_module
+from perdure.memory import FullAttention
 
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 LONG: dict[str, Any] = {"max_tokens": 30, **GREEDY}

@@ -14,19 +14,18 @@ from typing import Any
 import pytest
 
 import perdure
+from ext.workers.engines import QUICK, pid, remote
+from ext.workers.unchecked import BUILD
 from homes import new_home
 from perdure import DeadlyFileError, EngineDiedError, Runtime
-from perdure.engine import registry
+from perdure.engine import deadly_files, registry
+from perdure.engine.deadly_files import LoadedTogether, is_crash, remembered
 from perdure.engine_config import EngineConfig
 from perdure.server.core.api_error import to_api_error
 from perdure.server.pool import ModelPool, ModelSpec, PooledModel
-from perdure.worker import deadly_files
-from perdure.worker.deadly_files import LoadedTogether, is_crash, remembered
-from worker.engines import QUICK, pid, remote
-from worker.unchecked import BUILD
 
 ZooPath = Callable[[str], Path]
-ENGINE = "worker.unchecked:ENGINE"
+ENGINE = "ext.workers.unchecked:ENGINE"
 GREEDY: dict[str, Any] = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from ext.workers.engines import Hold, isolated, meeting_place
 from perdure import Runtime
-from worker.engines import Hold, isolated, meeting_place
 
 
 @pytest.fixture

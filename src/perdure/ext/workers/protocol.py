@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any, Concatenate, Literal, NewType, ParamSpec, Protocol, TypeAlias, TypeVar
 
-from perdure.backend import BlockStorage
-from perdure.decode.request import FinishReason, Reply, Request, TokenLogprob
-from perdure.engine.contract import ModelInfo
-from perdure.engine_config import EngineConfig
-from perdure.memory import MemorySpec
+from perdure import MemorySpec, Reply, TokenLogprob
+from perdure.spi.base import EngineConfig
+from perdure.spi.decode import FinishReason
+from perdure.spi.engine import ModelInfo
+from perdure.spi.runtime import BlockStorage, Request
 
 GREETING = ("perdure", version("perdure"))
 """What another process that uses the store hears first, in a form that every version reads: only equals go on

@@ -12,16 +12,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from perdure.backend import Backend, BackendState, BlockStorage, Health
-from perdure.errors import ClosedError, EngineError, PerdureError, StoreLockedError
-from perdure.events.background import BackgroundThread
-from perdure.store.owner import StoreLock, StoreOwner, read_owner
-from perdure.system import processes
-from perdure.worker.connection import Connection
-from perdure.worker.listener import Listener
-from perdure.worker.process import UNRESPONSIVE, ExitInfo
-from perdure.worker.protocol import GREETING, Leaving, Welcome
-from perdure.worker.remote import BackendClient
+from perdure import ClosedError, EngineError, PerdureError, StoreLockedError
+from perdure.ext.workers.connection import Connection
+from perdure.ext.workers.process import UNRESPONSIVE, ExitInfo
+from perdure.ext.workers.protocol import GREETING, Leaving, Welcome
+from perdure.ext.workers.remote import BackendClient
+from perdure.spi.base import processes
+from perdure.spi.runtime import (
+    Backend,
+    BackendState,
+    BackgroundThread,
+    BlockStorage,
+    Health,
+    Listener,
+    StoreLock,
+    StoreOwner,
+    read_owner,
+)
 
 log = logging.getLogger("perdure.store")
 
@@ -48,27 +55,37 @@ class Link:
     holder: StoreOwner
 
 
-Check = Callable[[Link], None]
-"""Raises `StoreLockedError` where the engine at the other end is not the one that is wanted."""
+Check = Callable[[str | None, str, StoreOwner], None]
+"""Of the other end: its model's file and digest, and its process. Raises `StoreLockedError` unless wanted."""
 
 
 def lock_or_attach(
-    folder: Path, check: Check, build: Callable[[int], Backend], settings: Mapping[str, Any]
+    folder: Path,
+    check: Check,
+    build: Callable[[int], Backend],
+    settings: Mapping[str, Any],
+    n_ctx: int | None,
 ) -> StoreLock | AttachedBackend:
     """The right to run the engine of a store, or where another process has it, a backend on that one's.
 
     `build` makes a backend of this process, for requests of at least so many tokens, when its turn comes;
-    `settings` are those that other processes get then.
+    `settings` are those that other processes get then. An engine of another process must have them too, and
+    room for `n_ctx` if that is given.
     """
     link = _find(folder)
     if isinstance(link, StoreLock):
         return link
+
+    def check_link(link: Link) -> None:
+        check(link.welcome.ready.path, link.welcome.ready.digest, link.holder)
+        check_settings(link, folder, settings, n_ctx)
+
     try:
-        check(link)
+        check_link(link)
     except BaseException:
         link.connection.close()
         raise
-    return AttachedBackend(folder, link, check, build, settings)
+    return AttachedBackend(folder, link, check_link, build, settings)
 
 
 class AttachedBackend(BackendClient):
@@ -86,7 +103,7 @@ class AttachedBackend(BackendClient):
         self,
         folder: Path,
         link: Link,
-        check: Check,
+        check: Callable[[Link], None],
         build: Callable[[int], Backend],
         settings: Mapping[str, Any],
     ) -> None:
@@ -249,7 +266,7 @@ class AttachedBackend(BackendClient):
             self._check_digest(backend.model.digest, link_or_lock.holder)
             listener = Listener(link_or_lock.holder, backend, self._settings)
             undo.callback(listener.close)
-            link = _greeted(listener.connect(), link_or_lock.holder)
+            link = _greeted(Connection(listener.connect()), link_or_lock.holder)
             if link is None:
                 raise EngineError("the engine of this process does not answer")
             self._held = (link_or_lock, backend, listener)

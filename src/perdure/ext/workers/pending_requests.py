@@ -11,24 +11,21 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from perdure.decode.embedding import EmbeddingFuture
-from perdure.decode.output_queue import NAP, Canceller, OutputQueue, notify
-from perdure.decode.request import (
+from perdure import (
+    BusyError,
+    ClosedError,
     Delta,
-    FinishReason,
+    EngineDiedError,
+    InvalidInputError,
     Reply,
-    Request,
     ReuseReport,
     Timings,
     TokenLogprob,
     Usage,
 )
-from perdure.errors import BusyError, ClosedError, EngineDiedError, InvalidInputError
-from perdure.events.event import Ended
-from perdure.events.hub import EventHub
-from perdure.worker.connection import Connection, pack
-from perdure.worker.process import ExitInfo
-from perdure.worker.protocol import (
+from perdure.ext.workers.connection import Connection, pack
+from perdure.ext.workers.process import ExitInfo
+from perdure.ext.workers.protocol import (
     EVENTS,
     Answer,
     Call,
@@ -41,6 +38,8 @@ from perdure.worker.protocol import (
     Target,
     Watch,
 )
+from perdure.spi.decode import FinishReason
+from perdure.spi.runtime import NAP, Canceller, EmbeddingFuture, Ended, EventHub, OutputQueue, Request, notify
 
 TRIES = 2
 """How often anything is asked at most: what the engine dies of must not kill it for ever."""

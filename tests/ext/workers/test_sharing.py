@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 import perdure
+from ext.workers.programs import Program, hold_file, program
 from perdure import EngineError, PerdureError, StoreLockedError
 from perdure.events.background import FAILURES
+from perdure.ext.workers import attached
 from perdure.testing.toy import ToyModel
-from perdure.worker import attached
-from sharing.programs import Program, hold_file, program
 
 
 @pytest.fixture

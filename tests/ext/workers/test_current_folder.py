@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from worker.engines import isolated
+from ext.workers.engines import isolated
 
 HOSTILE = ("perdure", "json", "pip", "numpy", "socket", "ctypes", "sitecustomize", "usercustomize")
 

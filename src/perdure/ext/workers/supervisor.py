@@ -10,17 +10,23 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from perdure.backend import BackendState, Health, Residence
-from perdure.engine.adapters import split_layers
-from perdure.errors import ClosedError, DeadlyFileError, EngineDiedError, EngineError, ModelFileError
-from perdure.events.background import BackgroundThread
-from perdure.events.event import Restarted
-from perdure.worker.deadly_files import LoadedTogether, files_of, is_crash
-from perdure.worker.message_reader import MessageReader
-from perdure.worker.pending_requests import PendingRequests
-from perdure.worker.process import UNRESPONSIVE, ExitInfo, Process
-from perdure.worker.protocol import Close, Failed, Line, Ready, Setup
-from perdure.worker.restart_policy import RestartPolicy
+from perdure import ClosedError, DeadlyFileError, EngineDiedError, EngineError, ModelFileError
+from perdure.ext.workers.message_reader import MessageReader
+from perdure.ext.workers.pending_requests import PendingRequests
+from perdure.ext.workers.process import UNRESPONSIVE, ExitInfo, Process
+from perdure.ext.workers.protocol import Close, Failed, Line, Ready, Setup
+from perdure.spi.runtime import (
+    BackendState,
+    BackgroundThread,
+    Health,
+    LoadedTogether,
+    Residence,
+    Restarted,
+    RestartPolicy,
+    files_of,
+    is_crash,
+    split_layers,
+)
 
 log = logging.getLogger("perdure.worker")
 

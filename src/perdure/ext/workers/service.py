@@ -9,16 +9,9 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from perdure.backend import Backend
-from perdure.decode.embedding import EmbeddingFuture, Embeddings
-from perdure.decode.output_queue import OutputQueue
-from perdure.decode.request import Reply
-from perdure.engine.contract import Tokenizer
-from perdure.errors import EngineError, InvalidInputError
-from perdure.events.background import BackgroundThread
-from perdure.events.subscription import Subscription
-from perdure.worker.connection import Connection, pack
-from perdure.worker.protocol import (
+from perdure import Embeddings, EngineError, InvalidInputError, Reply, Subscription
+from perdure.ext.workers.connection import Connection, pack
+from perdure.ext.workers.protocol import (
     EVENTS,
     Answer,
     Call,
@@ -31,6 +24,8 @@ from perdure.worker.protocol import (
     Tables,
     Watch,
 )
+from perdure.spi.engine import Tokenizer
+from perdure.spi.runtime import Backend, BackgroundThread, EmbeddingFuture, OutputQueue
 
 _SHORT = 16 << 10
 """Characters, or tokens, that are converted where messages are read: a thread would take longer to start."""

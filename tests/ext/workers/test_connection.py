@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from perdure.events.background import FAILURES
-from perdure.worker.connection import Connection, pack
+from perdure.ext.workers.connection import Connection, pack
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from worker.engines import isolated, pid
+from ext.workers.engines import isolated, pid
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the system cannot watch a process")
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the syste
 @pytest.fixture
 def program() -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(
-        [sys.executable, "-m", "worker.left_alone"],
+        [sys.executable, "-m", "ext.workers.left_alone"],
         cwd=TESTS,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
