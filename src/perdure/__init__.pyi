@@ -1,6 +1,7 @@
 """Every public name, from where it is defined: read by type checkers, and by `__init__.py` at run time."""
 
 from perdure.chat.difference import Difference, Miss
+from perdure.chat.media.sound import Sound
 from perdure.chat.message import Image, Message, Tool, ToolCall
 from perdure.chat.reply import CallDelta, ChatDelta, ChatReply
 from perdure.chat.template.template import Template
@@ -154,6 +155,7 @@ __all__ = [
     "SessionMemory",
     "SessionNotFoundError",
     "SlidingWindow",
+    "Sound",
     "StaleViewError",
     "StateError",
     "StepLogits",

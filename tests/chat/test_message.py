@@ -37,7 +37,7 @@ BAD: list[tuple[object, str]] = [
         [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
         r"content\[0\].type must be \"text\", got 'image_url': an image is a perdure.Image",
     ),
-    ([{"role": "user", "content": [{"type": "input_audio"}]}], "audio and files"),
+    ([{"role": "user", "content": [{"type": "input_audio"}]}], "files cannot be read"),
     ([{"role": "user", "content": "\ud800"}], "no valid Unicode: a lone surrogate at 0"),
     ([{"role": "user", "content": "a", "tool_calls": [CALL]}], "only an assistant message"),
     ([{"role": "user", "content": "a", "reasoning": "b"}], "only an assistant message"),

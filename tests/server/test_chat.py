@@ -358,12 +358,12 @@ def test_the_answer_says_what_the_template_does_not_show(client: httpx.Client) -
 def test_what_cannot_be_read_is_named_with_its_place(client: httpx.Client) -> None:
     parts = [
         {"type": "text", "text": "See:"},
-        {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
+        {"type": "input_audio", "input_audio": {"data": "", "format": "mp3"}},
     ]
     refused = client.post(CHAT, json=hello(messages=[{"role": "user", "content": parts}]))
     assert refused.status_code == 400
     assert error_of(refused)["param"] == "messages.0.content.1"
-    assert "audio cannot be read here; send text" in error_of(refused)["message"]
+    assert "sounds other than WAV files cannot be read here; send text" in error_of(refused)["message"]
 
 
 def test_a_developer_is_read_as_a_system_is() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
 from perdure.backend import Backend
 from perdure.chat.formats.registry import detect
-from perdure.chat.message import Image, Message, Tool, parse_messages
+from perdure.chat.message import Message, Tool, parse_messages
 from perdure.chat.options import ChatKeywords, ChatOptions, TurnKeywords
 from perdure.chat.parsing.call_writer import CallForm
 from perdure.chat.parsing.family import Family, Thought, reasoned
@@ -35,7 +34,7 @@ from perdure.chat.transcript import ChatTokenizer, Transcript
 from perdure.config import ReasoningMode
 from perdure.decode.request import Reply, Request, take_deadline
 from perdure.decode.stream import Stream, StreamPlan
-from perdure.errors import ContextOverflow, CorruptStateError, InvalidInputError, PerdureError
+from perdure.errors import ContextOverflow, CorruptStateError, InvalidInputError
 from perdure.extension import by_name, imported
 
 if TYPE_CHECKING:
@@ -65,7 +64,6 @@ class _Asked:
     conversation: str
     call_ids: str
     anew: bool = False
-    """Whether its tokens are those of no prompt before it."""
 
 
 class ChatFormat:
@@ -110,10 +108,6 @@ class ChatFormat:
         with self._images_lock:
             if self._images is not None:
                 self._images.close()
-
-    def keep_image(self, image: Image, namespace: str) -> None:
-        """Have the file of an image that a session is about to name, durable when this returns."""
-        self.image_reader().keep(image, namespace)
 
     def image_reader(self) -> ImageReader:
         """What turns images into tokens here; it is opened for the first."""
@@ -305,9 +299,12 @@ class ChatFormat:
         except CorruptStateError:
             if not prompt.has_images or any(reader.tokens for reader in readers):
                 raise
-            if not self._has_restored(asked, prompt):
+            from perdure.chat.media.marks import are_restored
+
+            read = self._builder.image_tokens
+            if not are_restored(prompt.transcript, asked.messages, asked.namespace, read):
                 # Another encoder makes other rows: what was read with the old ones is read with these.
-                asked = replace(asked, anew=True)
+                asked = replace(asked, known=None, anew=True)
                 prompt, dropped = self._fitting(asked)
                 request, window = self._request(asked, prompt, grammar, deadline)
             replies = yield from self._replies_to(prompt, request, readers, window, is_call=is_call)
@@ -376,20 +373,6 @@ class ChatFormat:
 
             raise overflow(len(fitting), limit)
         return fitting, dropped
-
-    def _has_restored(self, asked: _Asked, prompt: Prompt) -> bool:
-        """Have the images of a prompt encoded again, of which rows are gone; whether those that it names are
-        there now."""
-        made = prompt.made
-        there = self._builder.encode_images(made.transcript.text, asked.messages, asked.namespace)
-        return there.issuperset(token for token in made.transcript.tokens if token < 0)
-
-    def restore_images(self, messages: Sequence[Message], namespace: str) -> None:
-        """Have images of messages encoded again whose rows are gone, where their files are there."""
-        for message in messages:
-            for _, image in message.images:
-                with suppress(PerdureError):
-                    self.image_reader().tokens(image, namespace)
 
     def _request(
         self, asked: _Asked, prompt: Prompt, grammar: Any, deadline: float | None

@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from perdure.chat.media.marks import with_names
 from perdure.chat.message import Message, Tool
 from perdure.chat.past_conversations import PastConversation, message_key
-from perdure.chat.transcript import shared_length, with_names
+from perdure.chat.transcript import shared_length
 from perdure.decode.request import ReuseReport, Timings
 
 Kind = Literal["tools", "system", "message", "reply", "history", "variables", "template"]

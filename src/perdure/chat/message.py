@@ -115,7 +115,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One message. Its parts are plain text and images, whatever shape they came in."""
+    """One message. Its parts are plain text, images and sounds, whatever shape they came in."""
 
     role: str
     content: str | None = None
@@ -124,7 +124,7 @@ class Message:
     tool_call_id: str | None = None
     name: str | None = None
     images: tuple[tuple[int, Image], ...] = ()
-    """Those in the content, each with the number of characters before it."""
+    """Those in the content, and sounds, each with the number of characters before it."""
 
     @classmethod
     def parse(cls, value: object, where: str = "message") -> Message:
@@ -278,8 +278,8 @@ def _content(value: object, where: str) -> tuple[str | None, tuple[tuple[int, Im
         kind = fields.get("type")
         if kind != "text":
             raise InvalidInputError(
-                f'{where}[{index}].type must be "text", got {kind!r}: an image is a perdure.Image, audio and '
-                "files cannot be read"
+                f'{where}[{index}].type must be "text", got {kind!r}: an image is a perdure.Image, a sound a '
+                "perdure.Sound, and files cannot be read"
             )
         texts.append(_text(fields.get("text"), f"{where}[{index}].text"))
     return "".join(texts), tuple(images)

@@ -24,7 +24,6 @@ from perdure.chat.transcript import (
     ChatTokenizer,
     ImageTokens,
     Transcript,
-    images_in,
     marked,
     shared_length,
     unguarded,
@@ -188,7 +187,7 @@ class PromptBuilder:
         not is refused before it is tokenised."""
         options = options or ChatOptions()
         moved: tuple[str, ...] = ()
-        images = self._image_tokens(messages, namespace)
+        images = self.image_tokens(messages, namespace)
         if images is not None:
             messages = with_marks(messages)
         sent = messages
@@ -220,8 +219,6 @@ class PromptBuilder:
         if must_fit:
             check_prompt_size(text, self._backend.model, self._backend.n_ctx - 1)
         near = self._past.near(text, namespace)
-        if anew:
-            known = None
         transcript = self._transcript(text, () if anew else near, known, images)
         if self._provenance is not None and images is None:
             model = self._backend.model
@@ -272,13 +269,6 @@ class PromptBuilder:
             expected=expected,
         )
 
-    def encode_images(self, text: str, messages: Sequence[Message], namespace: str) -> set[int]:
-        """Have those images of a prompt encoded again whose rows are gone. What stands for all of them."""
-        images = self._image_tokens(messages, namespace)
-        named = {image.digest for message in messages for _, image in message.images}
-        shown = [digest for digest in images_in(text) if digest in named]
-        return {each for digest in shown for each in images(digest)} if images is not None else set()
-
     def reads_alike(self, first: Sequence[Message], second: Sequence[Message], options: ChatOptions) -> bool:
         """Whether the template makes the same text of two histories."""
 
@@ -321,7 +311,7 @@ class PromptBuilder:
         """The tokens that every prompt of these messages and one more begins with. They are as they were made
         for the template before; `known` is a transcript that they may go on from."""
         options = replace(options, continue_final_message=False, add_generation_prompt=None, cache_marks=())
-        images = self._image_tokens(messages, namespace)
+        images = self.image_tokens(messages, namespace)
         messages = with_marks(messages)
         calls = messages[-1].tool_calls if messages else ()
         texts = []
@@ -379,7 +369,7 @@ class PromptBuilder:
 
         return prefill.text(earlier, render, self._tokenizer.guard_field, self._family)
 
-    def _image_tokens(self, messages: Sequence[Message], namespace: str) -> ImageTokens | None:
+    def image_tokens(self, messages: Sequence[Message], namespace: str) -> ImageTokens | None:
         """What gives the tokens of the images in messages; None where there are none."""
         images = {image.digest: image for message in messages for _, image in message.images}
         if not images:

@@ -16,24 +16,23 @@ if TYPE_CHECKING:
     # Sessions are listed and read without an engine, and without the time that it takes to import one.
     from perdure.engine.contract import Tokenizer
 
-_GUARD = "\ue000"
+GUARD = "\ue000"
 """Put into what only looks like a control token, so that it stays text. Of Unicode's private use."""
-_TYPED = _GUARD * 2
+_TYPED = GUARD * 2
 """The same character, where a user typed it."""
 _APART = "\0"
 """Between marks that are looked through as one text."""
 _IDENTIFIER = re.compile(r"[\w .-]*")
-_CUT = r"\g<0>" + _GUARD
+_CUT = r"\g<0>" + GUARD
 _Tree: TypeAlias = dict[str, "_Tree"]
 
 
 MARK = "\ue001"
 """What stands around the digest of an image in a prompt's text. Of Unicode's private use, too."""
-_MARKED = re.compile(f"{MARK}([0-9a-f]{{64}}){MARK}")
-_OURS = secrets.token_hex(16)
+MARKED = re.compile(f"{MARK}([0-9a-f]{{64}}){MARK}")
+OURS = secrets.token_hex(16)
 """Nobody can type a mark: until the text around it is guarded, this stands in it, and is never written."""
-_GENUINE = re.compile(f"{_GUARD}?{MARK}{_OURS}([0-9a-f]{{64}}){_GUARD}?{MARK}")
-_SHOWN = re.compile(f"{_GUARD}?{MARK}(?:{_OURS})?([0-9a-f]{{12}})[0-9a-f]{{52}}{_GUARD}?{MARK}")
+_GENUINE = re.compile(f"{GUARD}?{MARK}{OURS}([0-9a-f]{{64}}){GUARD}?{MARK}")
 ImageTokens: TypeAlias = Callable[[str], Sequence[int]]
 """The tokens of an image of a prompt, by its digest."""
 
@@ -42,24 +41,14 @@ def marked(content: str, images: Sequence[tuple[int, Image]]) -> str:
     """A text with marks where its images stand, before it is guarded."""
     parts, start = [], 0
     for at, image in images:
-        parts += [content[start:at], f"{MARK}{_OURS}{image.digest}{MARK}"]
+        parts += [content[start:at], f"{MARK}{OURS}{image.digest}{MARK}"]
         start = at
     return "".join([*parts, content[start:]])
 
 
-def images_in(text: str) -> dict[str, None]:
-    """The digests of the images that a prompt's text shows, and of what was typed to look like one."""
-    return dict.fromkeys(_MARKED.findall(text))
-
-
-def with_names(text: str) -> str:
-    """A text for people, with the beginning of a digest in the place of each image."""
-    return _SHOWN.sub(r"[image \1]", text) if MARK in text else text
-
-
 def unguarded(text: str) -> str:
     """A guarded text with its genuine marks as they stand in a prompt."""
-    return _GENUINE.sub(rf"{MARK}\1{MARK}", text) if _OURS in text else text
+    return _GENUINE.sub(rf"{MARK}\1{MARK}", text) if OURS in text else text
 
 
 T = TypeVar("T")
@@ -195,10 +184,10 @@ class ChatTokenizer:
 
     def guard(self, text: str) -> str:
         """Cut in two whatever in `text` looks like a control token."""
-        if _GUARD in text:
-            text = text.replace(_GUARD, _TYPED)
+        if GUARD in text:
+            text = text.replace(GUARD, _TYPED)
         if MARK in text:
-            text = text.replace(MARK, _GUARD + MARK)
+            text = text.replace(MARK, GUARD + MARK)
         return self._mark_starts.sub(_CUT, text)
 
     def guard_field(self, text: str) -> str:
@@ -206,7 +195,7 @@ class ChatTokenizer:
         guarded = self.guard(text)
         for gone in self._erased:
             if gone in guarded and self._marks.search(guarded.replace(gone, "")):
-                guarded = guarded.replace(gone, gone + _GUARD)
+                guarded = guarded.replace(gone, gone + GUARD)
         # Templates strip messages, so what counts are the edges of their words.
         words = guarded.strip()
         sizes = range(2, min(self._longest, len(words) + 1))
@@ -255,7 +244,7 @@ class ChatTokenizer:
     def _with_images(self, text: str, images: ImageTokens, *, goes_on: bool) -> list[int]:
         """The tokens of a text with marks of images in it."""
         tokens: list[int] = []
-        for index, part in enumerate(_MARKED.split(text)):
+        for index, part in enumerate(MARKED.split(text)):
             if index % 2:
                 tokens += images(part)
             elif part:
@@ -333,7 +322,7 @@ def _cut_edges(text: str, before: bool, behind: bool) -> str:
     words = text.strip()
     at = text.index(words)
     end = at + len(words)
-    return text[:at] + _GUARD * before + words + _GUARD * behind + text[end:]
+    return text[:at] + GUARD * before + words + GUARD * behind + text[end:]
 
 
 def _tree(texts: Iterable[str]) -> _Tree:
@@ -362,14 +351,14 @@ def _pattern(tree: _Tree) -> str:
 
 def _pieces(text: str) -> list[str]:
     """A guarded text, cut where it is guarded."""
-    if _GUARD not in text:
+    if GUARD not in text:
         return [text]
     pieces = [""]
-    for index, part in enumerate(re.split(f"({_GUARD}{{1,2}})", text)):
+    for index, part in enumerate(re.split(f"({GUARD}{{1,2}})", text)):
         if index % 2 == 0:
             pieces[-1] += part
         elif part == _TYPED:
-            pieces[-1] += _GUARD
+            pieces[-1] += GUARD
         else:
             pieces.append("")
     return pieces

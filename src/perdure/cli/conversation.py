@@ -131,7 +131,9 @@ class Conversation(Closing):
             raise InvalidInputError(
                 "images are kept with their conversation, and this one is not kept: start with --session NAME"
             )
-        self.attached.append(Image(path))
+        from perdure.cli.image_files import image_of
+
+        self.attached.append(image_of(path))
         terminal.tell(f"{path.name} goes with the next message.")
 
     def send_unsent(self) -> None:

@@ -34,7 +34,7 @@ _ELSEWHERE = {
     "/export": "/save",
 }
 """What other programs call it."""
-_IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif")
+_IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".wav")
 _LISTED = 30
 """Sessions that are shown, the latest first."""
 
@@ -334,7 +334,12 @@ def _whole(text: str, otherwise: str) -> int:
 COMMANDS = (
     Command("/help", "", "show this", _help),
     Command("/keep", "NAME", "keep the conversation on disk under a name", _keep),
-    Command("/image", "FILE", "show the model an image with the next message; so does a pasted path", _image),
+    Command(
+        "/image",
+        "FILE",
+        "show the model an image, or a sound, with the next message; so does a pasted path",
+        _image,
+    ),
     Command("/history", "", "show the conversation so far", _history),
     Command("/undo", "", "take back the last message and its reply", _undo),
     Command("/rewind", "[N]", "go back by N turns, or by one", _rewind),

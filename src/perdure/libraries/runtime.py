@@ -104,23 +104,37 @@ def has_runtime(major: int) -> bool:
 def install_runtime(major: int, progress: Progress | None = None) -> None:
     """Fetch the runtime of a CUDA release into PERDURE_HOME."""
     runtime = RUNTIMES[major]
-    new = runtime.folder.with_name(f".new-{runtime.folder.name}-{os.getpid()}")
-    parts = runtime.folder.with_name(".parts")
+    # Packed, these libraries are not half as large.
+    what, room = f"NVIDIA's CUDA {major} runtime", 4 * runtime.size
+    unpack_wheels(runtime.folder, runtime.pins, what, room=room, progress=progress)
+
+
+def unpack_wheels(
+    folder: Path,
+    pins: Sequence[tuple[str, str]],
+    what: str,
+    *,
+    room: int,
+    progress: Progress | None = None,
+) -> None:
+    """Fetch wheels, each with its SHA-256, and put all that is in them into one folder. `room` is what they
+    need on the disk."""
+    new = folder.with_name(f".new-{folder.name}-{os.getpid()}")
+    parts = folder.with_name(".parts")
     try:
-        with fetch_lock(runtime.folder.parent, runtime.folder.name):
-            for file, sha256 in runtime.pins:
-                # Packed, these libraries are not half as large.
+        with fetch_lock(folder.parent, folder.name):
+            for file, sha256 in pins:
                 with (
-                    fetched_wheel(file, parts, progress, room=4 * runtime.size, sha256=sha256) as wheel,
-                    open_zip(wheel, 4 * runtime.size) as archive,
+                    fetched_wheel(file, parts, progress, room=room, sha256=sha256) as wheel,
+                    open_zip(wheel, room) as archive,
                 ):
                     archive.extractall(new)
-            shutil.rmtree(runtime.folder, ignore_errors=True)
-            os.replace(new, runtime.folder)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.replace(new, folder)
     except (FetchError, OSError, TooLargeError, zipfile.BadZipFile) as error:
         raise LibraryFetchError(
-            f"NVIDIA's CUDA {major} runtime could not be fetched: {error}. Or install it yourself: "
-            f"pip install {' '.join(file.partition('-')[0].replace('_', '-') for file, _ in runtime.pins)}"
+            f"{what} could not be fetched: {error}. Or install it yourself: "
+            f"pip install {' '.join(file.partition('-')[0].replace('_', '-') for file, _ in pins)}"
         ) from error
     finally:
         shutil.rmtree(new, ignore_errors=True)

@@ -33,7 +33,7 @@ def respond(
     check_session_name(name)
     for message in said:
         for _, image in message.images:
-            sessions.chat_format.keep_image(image, namespace)
+            sessions.chat_format.image_reader().keep(image, namespace)
     if after is None:
         origin = {"session": None, "turn": 0, **origin}
         turns = [Turn(kind="start", messages=())]

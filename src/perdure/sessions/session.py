@@ -676,7 +676,7 @@ class Session(SessionView):
         """Have the files of images before a turn names them."""
         for message in messages:
             for _, image in message.images:
-                self._host.chat_format.keep_image(image, self.namespace)
+                self._host.chat_format.image_reader().keep(image, self.namespace)
 
     def _owner(self, pending: PendingTurn) -> SessionInfo:
         """The session that shows the turn while it is pending."""
@@ -713,9 +713,6 @@ class Session(SessionView):
                     self._host.pending.update(pending)
             pending.answering = True
             messages = base.messages if fold is None else fold.messages
-            if pending.known:
-                # What was written goes on behind these very images.
-                self._host.chat_format.restore_images([*messages, *pending.said], self.namespace)
             plan = self._host.chat_format.plan(
                 (*extra.preamble, *messages, *pending.said),
                 namespace=self.namespace,
@@ -727,8 +724,11 @@ class Session(SessionView):
                 **pending.drawn,
             )
             if pending.known:
+                from perdure.chat.media.marks import restore
                 from perdure.chat.resume import resumed
 
+                # What was written goes on behind these very images.
+                restore([*messages, *pending.said], self.namespace, self._host.chat_format.image_reader)
                 plan = resumed(plan, pending.known, self._host.backend.model)
             [exchange] = yield from plan
             if extra.prompt_notes:

@@ -3,6 +3,7 @@
 from perdure.chat.chat_format import ChatFormat
 from perdure.chat.formats.llama3 import HEADER_MARKS
 from perdure.chat.formats.registry import detect
+from perdure.chat.media.sound import is_sound
 from perdure.chat.message import Image, parse_messages
 from perdure.chat.normaliser import MessageNormaliser
 from perdure.chat.options import ChatOptions
@@ -89,6 +90,7 @@ __all__ = [
     "decoded_string",
     "detect",
     "filled",
+    "is_sound",
     "json_object",
     "marks_in",
     "parse_messages",

@@ -8,7 +8,14 @@ from perdure.engine.llama.native.probe_results import ProbeResult, gpu_backends,
 from perdure.engine.llama.native.source import LibrarySource, candidates, library_folder
 from perdure.libraries import Installed
 from perdure.libraries.machine import LibraryFit, fits, installable, read_machine
-from perdure.libraries.runtime import RUNTIMES, compat_drivers, install_runtime, runtime_folders
+from perdure.libraries.runtime import (
+    RUNTIMES,
+    compat_drivers,
+    install_runtime,
+    runtime_folders,
+    unpack_wheels,
+)
+from perdure.models.registry import Progress
 
 __all__ = [
     "RUNTIMES",
@@ -17,6 +24,7 @@ __all__ = [
     "LibraryFit",
     "LibrarySource",
     "ProbeResult",
+    "Progress",
     "candidates",
     "choose",
     "compat_drivers",
@@ -32,4 +40,5 @@ __all__ = [
     "read_machine",
     "remembered",
     "runtime_folders",
+    "unpack_wheels",
 ]

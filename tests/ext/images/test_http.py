@@ -19,7 +19,7 @@ from perdure.ext.images.media_store import MediaStore
 from perdure.server.core.keys import Keys, new_key
 from server.live_server import LiveServer, live_server
 
-from .pictures import picture
+from .pictures import picture, sound
 
 Toy = Callable[[str], tuple[Path, Path]]
 
@@ -284,3 +284,70 @@ def test_a_key_sends_images_that_no_other_key_finds(toy: Toy, tmp_path: Path, pr
         over = stranger.post(path, json=body)
         assert over.status_code == 507, over.text
         assert store.file("bob", digest) is None
+
+
+def test_openai_sends_a_sound_and_goes_on(toy: Toy, tmp_path: Path) -> None:
+    data = sound(1)
+
+    def part(data: str, form: str = "wav") -> Any:
+        return {"type": "input_audio", "input_audio": {"data": data, "format": form}}
+
+    with (
+        perdure.open(toy("qwen2a")[0], store=tmp_path, n_ctx=4096, slots=2, threads=1, exact=True) as runtime,
+        live_server(runtime) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as client,
+    ):
+
+        def ask(*content: Any) -> Any:
+            said: Any = [{"role": "user", "content": list(content)}]
+            more = {"perdure": {"session": "walk"}}
+            return client.chat.completions.create(
+                model="toy", messages=said, max_tokens=8, temperature=0, extra_body=more
+            )
+
+        behind = {"type": "text", "text": "?" + 100 * " w1"}
+        text = ask(part(base64_of(data)), behind).choices[0].message.content
+        assert text == expected(server, perdure.Sound(data), behind["text"])
+        assert ask(behind).usage.prompt_tokens_details.cached_tokens >= 750
+        with server.client() as direct:
+            [said] = direct.get("/v1/sessions/walk/turns").json()["data"][0]["messages"]
+            read = direct.get(f"/v1/sessions/walk/images/{said['images'][0][1]}")
+            assert (read.content, read.headers["content-type"]) == (data, "audio/wav")
+        for wrong, words in (
+            (part(base64_of(data), "mp3"), "WAV"),
+            (part(base64_of(picture())), "WAV"),
+            (part("%"), "WAV"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=words):
+                ask(wrong)
+
+
+def test_h5_f1_an_image_of_one_key_saves_another_key_nothing(toy: Toy, tmp_path: Path) -> None:
+    """What the first had encoded is encoded again for the second, and no state is shared: neither an answer
+    nor the time that it takes says that somebody has sent it before. Its tokens count as text does."""
+    (one, ada), (other, bob) = new_key("ada", tokens_per_day=100), new_key("bob")
+    body = {"messages": [asked(FIRST, "what?" + 40 * " w1")], "max_tokens": 2, "temperature": 0}
+    with (
+        perdure.open(toy("llava")[0], store=tmp_path, n_ctx=4096, slots=2, threads=1) as runtime,
+        runtime.events(["ImageEncoded"]) as events,
+        live_server(runtime, keys=Keys([ada, bob])) as server,
+        server.client(one) as client,
+        server.client(other) as stranger,
+    ):
+
+        def cached(client: httpx.Client) -> int:
+            answer = client.post("/v1/chat/completions", json=body).raise_for_status().json()
+            return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+        assert cached(client) == 0
+        assert cached(stranger) == 0
+        assert cached(stranger) > 64
+        assert [event.to_dict()["namespace"] for event in events.poll()] == ["ada", "bob"]
+        refused = client.post("/v1/chat/completions", json=body)
+        assert refused.status_code == 429
+        assert "100 are allowed" in refused.json()["error"]["message"]
+        # To count is to read a header: also of an image that was encoded for another.
+        for each in (client, stranger):
+            url = {"image_url": url_of(FIRST)}
+            assert each.post("/v1/images/count", json=url).status_code in (200, 429)
+        assert not events.poll()

@@ -23,13 +23,14 @@ from perdure import (
     PerdureError,
     Runtime,
     SessionError,
+    Sound,
 )
 from perdure.ext.images import reader
 from perdure.ext.images.encoder import Encoder, Patience
 from perdure.ext.images.media_store import MediaStore
 from perdure.spi.runtime import ImageEncoded
 
-from .pictures import picture
+from .pictures import picture, sound
 from .toys import tower
 
 Toy = Callable[[str], tuple[Path, Path]]
@@ -388,3 +389,37 @@ def test_a5_i6_an_image_that_changed_is_named_and_its_mark_is_not_shown(model: P
     assert difference.place == "messages[0] (user), line 1"
     assert difference.now.startswith(f"see [image {second.digest[:12]}] here w1")
     assert difference.before.startswith(f"see [image {first.digest[:12]}] here w1")
+
+
+def test_e1_e2_a_sound_is_kept_and_heard_once(toy: Toy, tmp_path: Path) -> None:
+    """It is 750 tokens in this kind of model, however long it is."""
+    model, store = toy("qwen2a")[0], tmp_path / "store"
+    first, second = Sound(sound(1)), Sound(sound(2))
+    with opened(model, tmp_path / "cold") as rt:
+        session = rt.session("walk")
+        expected = [session.say(said, **ASK) for said in (seen("what is ", first, BEHIND), "and now?")]
+    with opened(model, store) as rt:
+        reply = rt.session("walk").say(seen("what is ", first, BEHIND), **ASK)
+        assert reply.tokens == expected[0].tokens
+        assert reply.usage.media_tokens == 750
+        assert rt.count_chat([seen(second)]) > 750
+        assert rt.chat([seen("what is ", second, BEHIND)], **ASK).tokens != reply.tokens
+    with opened(model, store) as rt:
+        reply = rt.session("walk").say("and now?", **ASK)
+        assert reply.tokens == expected[1].tokens
+        assert reply.reuse.reused >= 750
+        assert encoded(rt) == 2
+        [said] = rt.session("walk").history()[0].messages
+        assert said.images == ((8, first),)
+        assert rt.chat_format.image_reader().file(first.digest, "") == first.data
+
+
+def test_what_is_no_sound_is_refused_in_words(model: Path, toy: Toy, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="WAV file"):
+        Sound(picture())
+    with opened(model, tmp_path / "a") as rt, pytest.raises(InvalidInputError, match="takes no sounds"):
+        rt.chat([seen(Sound(sound(1)), "?")], **ASK)
+    with opened(toy("qwen2a")[0], tmp_path / "b") as rt:
+        for wrong, words in ((Sound(sound(rate=8000)), "16000 samples"), (Image(picture()), "no images")):
+            with pytest.raises(InvalidInputError, match=words):
+                rt.chat([seen(wrong, "?")], **ASK)

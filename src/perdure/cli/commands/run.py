@@ -33,7 +33,10 @@ def run(
         None, "--file", "-f", metavar="FILE", help="Attach a text file; may be given several times."
     ),
     images: list[Path] | None = typer.Option(
-        None, "--image", metavar="FILE", help="Show the model an image; may be given several times."
+        None,
+        "--image",
+        metavar="FILE",
+        help="Show the model an image or a WAV file; may be given several times.",
     ),
     raw: bool = typer.Option(False, "--raw", help="Complete the text as it is, without the chat template."),
     go_on: bool = shared.talk_option(
@@ -80,10 +83,10 @@ def run(
     Standard input, if something is piped in, follows the prompt: `cat notes.txt | perdure run "Summarise:"`.
     With a model and no prompt, in a terminal, it is `perdure chat`.
     """
-    from perdure import Image
     from perdure.cli import prompt as prompts
     from perdure.cli.asking import Asking, Output, has_no_template
     from perdure.cli.commands.chat import converse
+    from perdure.cli.image_files import image_of
 
     # Errors in the request are reported before a model is fetched or loaded.
     session, store = conversation.session, conversation.store
@@ -112,7 +115,7 @@ def run(
         "logprobs": logprobs,
         **sampling.given(),
     }
-    shown = [Image(path) for path in images or ()]
+    shown = list(map(image_of, images or ()))
     text = prompts.prompt_text(prompt_words, files or (), piped=piped)
     system = prompts.system_text(conversation.system)
     if go_on:

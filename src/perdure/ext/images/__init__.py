@@ -2,6 +2,7 @@
 
 library      libmtmd: where it is found, and its calls, checked by their defaults
 child        the process that decodes files and encodes them; `pixels` reads images there, with limits
+fetched      what that needs, fetched where it is not installed
 encoder      that process from outside: started when a file comes, ended when idle, never trusted
 projector    the projector's file (mmproj): found beside a model
 media        what an encoded file is: text tokens and media, whose ids in a ledger are below zero
@@ -22,6 +23,7 @@ EXTENSION = Extension(
         "projector beside a model": "perdure.ext.images.projector:find_projector",
         "images behind URLs": "perdure.ext.images.links:with_files",
         "hosts of images": "perdure.ext.images.links:check_hosts",
+        "what encodes images": "perdure.ext.images.fetched:provide",
         "images in messages": "perdure.ext.images.reader:StoredImages",
     },
 )

@@ -1,6 +1,6 @@
 """The process that encodes: `python -m perdure.ext.images.child`. It reads and writes messages (`wire`).
 
-    {"library": "…/xllamacpp.abi3.so", "projector": …, "model": …, "threads": 2, "idle": 60}
+    {"library": "…/xllamacpp.abi3.so", "packages": "", "projector": …, "model": …, "threads": 2, "idle": 60}
     → {"version": "0.6.0", "images": true, "sounds": false}
 
     {"encode": "image"} and the file's bytes
@@ -53,6 +53,9 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     source = sys.stdin.buffer
     setup, _ = receive(source)
+    if setup["packages"]:
+        # Behind what is installed.
+        sys.path.append(setup["packages"])
     try:
         mtmd = _load(setup)
     except PerdureError as error:
@@ -92,11 +95,14 @@ def _serve(mtmd: Mtmd, request: dict[str, Any], data: bytes, out: BinaryIO) -> N
     kind = request.get("encode") or request["count"]
     if not (mtmd.sounds if kind == "audio" else mtmd.images):
         raise InvalidInputError(f"this model takes no {'sounds' if kind == 'audio' else 'images'}")
-    if "count" in request:
+    if "count" in request and kind == "image":
         send(out, {"tokens": mtmd.count_image(*size_of(data))})
         return
     if kind == "audio":
         samples = samples_of(data, mtmd.sample_rate)
+        if "count" in request:
+            send(out, {"tokens": mtmd.count_sound(samples)})
+            return
         send(out, {"decoded": [len(samples)]})
         pieces = mtmd.encode_sound(samples)
     else:

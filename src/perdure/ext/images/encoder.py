@@ -7,7 +7,6 @@ which gets a typed error; the next call has a new process. One file is encoded a
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import logging
 import os
 import signal
@@ -27,11 +26,11 @@ from perdure import (
     ClosedError,
     EngineDiedError,
     EngineError,
-    EngineLibraryError,
     InvalidInputError,
     PerdureError,
     TooLargeError,
 )
+from perdure.ext.images import fetched
 from perdure.ext.images.library import find_library
 from perdure.ext.images.media import EncodedFile, Medium, MediumKind, Piece
 from perdure.ext.images.wire import receive, send
@@ -78,10 +77,8 @@ class Encoder(Closing):
         patience: Patience | None = None,
     ) -> None:
         """`engine` is the folder of the engine's library, which may have libmtmd too."""
-        if importlib.util.find_spec("PIL") is None:
-            raise EngineLibraryError(
-                'images need Pillow, which is not installed: pip install "perdure[images]"'
-            )
+        if fetched.module_folder("pillow") is None:
+            raise fetched.missing("Pillow")
         self.projector = projector
         self._model = model
         self._library = find_library(engine)
@@ -105,7 +102,7 @@ class Encoder(Closing):
         decodes images, as a digest in hex. Threads are not among it: they change no bit."""
         parts = [
             *(content_digest(path) for path in (self._library, self.projector, self._model)),
-            f"Pillow {importlib.metadata.version('pillow')}, RGB on white, oriented",
+            f"Pillow {fetched.pillow_version()}, RGB on white, oriented",
         ]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
@@ -125,11 +122,11 @@ class Encoder(Closing):
             self._works = True
             return EncodedFile(tuple(_pieces(message["pieces"], rows)))
 
-    def count(self, data: bytes) -> int:
-        """How many tokens an image will be, by its header alone."""
+    def count(self, data: bytes, kind: MediumKind = "image") -> int:
+        """How many tokens a file will be: an image by its header alone."""
         _check_size(data)
         with self._lock, self._running() as child:
-            message, _ = child.ask({"count": "image"}, data, self._patience.decode, "decode")
+            message, _ = child.ask({"count": kind}, data, self._patience.decode, "decode")
             return int(message["tokens"])
 
     def close(self) -> None:
@@ -185,6 +182,7 @@ class Encoder(Closing):
     def _setup(self) -> dict[str, Any]:
         return {
             "library": str(self._library),
+            "packages": str(fetched.packages() or ""),
             "projector": str(self.projector),
             "model": str(self._model),
             "threads": self._threads,

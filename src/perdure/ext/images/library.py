@@ -10,7 +10,6 @@ of structs are believed where their defaults are those that are known.
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure import EngineError, EngineLibraryError, InvalidInputError, ModelFileError
+from perdure.ext.images import fetched
 from perdure.ext.images.media import Medium, Piece
 
 _MARKER = b"<__media__>"
@@ -34,16 +34,13 @@ _NO_LOAD_MODE = 0
 
 def find_library(engine: Path | None) -> Path:
     """The library's file: that of the engine's folder, else that of the package."""
-    if engine is not None:
-        for name in ("libmtmd.so", "libmtmd.dylib", "mtmd.dll"):
-            if (path := engine / name).is_file():
-                return path
-    spec = importlib.util.find_spec("xllamacpp")
-    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
-        for path in sorted(Path(folder).glob("xllamacpp*")):
-            if path.suffix in (".so", ".pyd"):
-                return path
-    raise EngineLibraryError('images need libmtmd, which is not installed: pip install "perdure[images]"')
+    if (path := fetched.engine_library(engine)) is not None:
+        return path
+    package = fetched.module_folder("xllamacpp")
+    for path in sorted(package.glob("xllamacpp*")) if package is not None else ():
+        if path.suffix in (".so", ".pyd"):
+            return path
+    raise fetched.missing("libmtmd")
 
 
 class _ModelParams(ctypes.Structure):
@@ -126,9 +123,17 @@ class Mtmd:
 
     def encode_sound(self, samples: NDArray[np.float32]) -> list[Piece]:
         """What stands for a sound in a prompt; its samples are those of one channel at `sample_rate`."""
-        new = self.call("mtmd_bitmap_init_from_audio", c_void_p, c_size_t, c_void_p)
-        with self.chunks(new(len(samples), samples.ctypes.data)) as chunks:
+        with self.chunks(self._sound(samples)) as chunks:
             return [self._piece(chunk) for chunk in chunks]
+
+    def count_sound(self, samples: NDArray[np.float32]) -> int:
+        """How many tokens a sound will be."""
+        with self.chunks(self._sound(samples)) as chunks:
+            return sum(map(self._length, chunks))
+
+    def _sound(self, samples: NDArray[np.float32]) -> Any:
+        new = self.call("mtmd_bitmap_init_from_audio", c_void_p, c_size_t, c_void_p)
+        return new(len(samples), samples.ctypes.data)
 
     def bitmap(self, width: int, height: int, pixels: int | None) -> Any:
         return self.call("mtmd_bitmap_init", c_void_p, c_uint32, c_uint32, c_void_p)(width, height, pixels)

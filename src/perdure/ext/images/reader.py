@@ -13,10 +13,11 @@ import time
 from perdure import EngineDiedError, InvalidInputError, SessionError
 from perdure.ext.images.encoder import Encoder
 from perdure.ext.images.encoding_turns import EncodingTurns
-from perdure.ext.images.media import EncodedFile
+from perdure.ext.images.fetched import engine_folder
+from perdure.ext.images.media import EncodedFile, MediumKind
 from perdure.ext.images.media_store import FileDigest, MediaStore, open_store
 from perdure.ext.images.projector import find_projector
-from perdure.spi.chat import Image, ImageFiles
+from perdure.spi.chat import Image, ImageFiles, is_sound
 from perdure.spi.runtime import Backend, ImageEncoded
 
 _REMEMBERED = 1024
@@ -66,7 +67,10 @@ class StoredImages:
         store, encoder = self._opened()
         digest = FileDigest(bytes.fromhex(image.digest))
         known = store.find(namespace, encoder.identity, digest)
-        return len(known.tokens) if known is not None else encoder.count(self._file(image, digest, namespace))
+        if known is not None:
+            return len(known.tokens)
+        data = self._file(image, digest, namespace)
+        return encoder.count(data, kind_of(data))
 
     def _file(self, image: Image, digest: FileDigest, namespace: str) -> bytes:
         data = image.data if image.data is not None else self.file(image.digest, namespace)
@@ -85,7 +89,7 @@ class StoredImages:
             )
         began = time.monotonic()
         try:
-            encoded = encoder.encode(data)
+            encoded = encoder.encode(data, kind_of(data))
         except EngineDiedError:
             self._deadly[namespace, digest] = None
             if len(self._deadly) > _REMEMBERED:
@@ -129,5 +133,9 @@ class StoredImages:
                     "this model reads no images: there is no projector (a GGUF file with mmproj in its name) "
                     "beside its file"
                 )
-            self._encoder = Encoder(model, projector.path)
+            self._encoder = Encoder(model, projector.path, engine=engine_folder())
         return self._encoder
+
+
+def kind_of(data: bytes) -> MediumKind:
+    return "audio" if is_sound(data) else "image"

@@ -21,7 +21,7 @@ from starlette.responses import Response
 
 from perdure import SessionNotFoundError
 from perdure.ext.images.links import type_of_image
-from perdure.ext.images.reader import StoredImages
+from perdure.ext.images.reader import StoredImages, kind_of
 from perdure.spi.server import (
     AppState,
     AppStateDep,
@@ -66,7 +66,11 @@ async def count(body: ImageCountRequest, app_state: AppStateDep, caller: CallerD
     "/sessions/{name}/images/{digest}",
     response_class=Response,
     responses={
-        200: {"content": {f"image/{kind}": {} for kind in ("png", "jpeg", "gif", "webp")}},
+        200: {
+            "content": {
+                kind: {} for kind in ("image/png", "image/jpeg", "image/gif", "image/webp", "audio/wav")
+            }
+        },
         **errors(404),
     },
 )
@@ -92,7 +96,8 @@ async def file(
         "Content-Security-Policy": "default-src 'none'; sandbox",
         "Cache-Control": "private, max-age=31536000, immutable",
     }
-    return Response(data, media_type=type_of_image(data) or "application/octet-stream", headers=headers)
+    kind = "audio/wav" if kind_of(data) == "audio" else type_of_image(data)
+    return Response(data, media_type=kind or "application/octet-stream", headers=headers)
 
 
 def _reader(app_state: AppState) -> StoredImages:

@@ -106,7 +106,7 @@ class Responses:
         # Read once before anything is written: what is wrong with it is said now.
         for message in itertools.chain(*self._read(body)):
             for _, image in message.images:
-                self._app_state.runtime.chat_format.keep_image(image, self._namespace)
+                self._app_state.runtime.chat_format.image_reader().keep(image, self._namespace)
         request = body.model_dump(mode="json", exclude_none=True, by_alias=True)
         request |= {
             name: with_kept_images(request[name]) for name in ("input", "instructions") & request.keys()

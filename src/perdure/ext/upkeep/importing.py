@@ -93,7 +93,7 @@ def take_files(export: Export, sessions: Sessions, namespace: str) -> set[str]:
     with suppress(InvalidInputError):
         for digest, data in export.files() if sessions.has_model else ():
             if digest in missing:
-                sessions.chat_format.keep_image(Image(data), namespace)
+                sessions.chat_format.image_reader().keep(Image(data), namespace)
                 missing.discard(digest)
     return missing
 

@@ -28,7 +28,7 @@ from perdure.server.core.schemas import (
     refuse_fields,
 )
 from perdure.server.core.settings import ReplyDefaults
-from perdure.server.protocols.image_input import image_of_url
+from perdure.server.protocols.image_input import image_of_url, sound_of_base64
 from perdure.server.protocols.naming_fields import NamingFields
 from perdure.server.protocols.openai import (
     AnswerHead,
@@ -71,13 +71,25 @@ class ImagePart(RequestSchema):
     image_url: ImageUrl
 
 
+class InputAudio(RequestSchema):
+    data: str
+    """A WAV file, in base64."""
+    format: str = "wav"
+    """Others are refused."""
+
+
+class AudioPart(RequestSchema):
+    type: Literal["input_audio"]
+    input_audio: InputAudio
+
+
 class OtherPart(RequestSchema):
     """A part that the current clients can send, and that cannot be read here."""
 
-    type: Literal["input_audio", "file", "refusal"]
+    type: Literal["file", "refusal"]
 
 
-Part: TypeAlias = TextPart | ImagePart | OtherPart
+Part: TypeAlias = TextPart | ImagePart | AudioPart | OtherPart
 
 
 class CallFunction(RequestSchema):
@@ -120,6 +132,8 @@ def _part(part: Part) -> Any:
     """A part as `Message.parse` takes it."""
     if isinstance(part, ImagePart):
         return image_of_url(part.image_url.url, "image_url.url")
+    if isinstance(part, AudioPart):
+        return sound_of_base64(part.input_audio.data, "input_audio.data")
     return part.model_dump(exclude_none=True)
 
 
@@ -284,6 +298,8 @@ def parsed(messages: Sequence[ChatMessage], app_state: AppState) -> tuple[Messag
             if isinstance(part, OtherPart):
                 where = f"messages.{at}.content.{place}"
                 raise unreadable(where, _UNREADABLE[part.type])
+            if isinstance(part, AudioPart) and part.input_audio.format != "wav":
+                raise unreadable(f"messages.{at}.content.{place}", "sounds other than WAV files")
     return parse_messages(message.plain for message in messages)
 
 
@@ -299,7 +315,7 @@ def _marks(body: ChatRequest) -> list[KeptPrefix]:
     )
 
 
-_UNREADABLE = {"input_audio": "audio", "file": "files", "refusal": "refusals"}
+_UNREADABLE = {"file": "files", "refusal": "refusals"}
 
 
 def reply_request(

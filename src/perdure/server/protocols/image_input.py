@@ -1,4 +1,4 @@
-"""Images in requests: base64, or a data: URL. What lies behind other URLs is never fetched.
+"""Images and sounds in requests: base64, or a data: URL. What lies behind other URLs is never fetched.
 
 sha256:1f3a…    the image of that digest, which a session of the caller names"""
 
@@ -8,7 +8,9 @@ import base64
 import binascii
 import re
 
+from perdure.chat.media.sound import Sound
 from perdure.chat.message import Image
+from perdure.errors import InvalidInputError
 from perdure.server.core.api_error import invalid
 
 KEPT = "sha256:"
@@ -27,6 +29,16 @@ def image_of_url(url: object, where: str) -> Image:
             code="unsupported_content",
         )
     return image_of_base64(url[head.end() :], where)
+
+
+def sound_of_base64(data: object, where: str) -> Sound:
+    """The WAV file in base64."""
+    try:
+        if isinstance(data, str):
+            return Sound(base64.b64decode(data, validate=True))
+    except (binascii.Error, ValueError, InvalidInputError):
+        pass
+    raise invalid(where, "a WAV file in base64", code="invalid_audio")
 
 
 def image_of_base64(data: object, where: str) -> Image:

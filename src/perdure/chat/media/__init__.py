@@ -1,0 +1,1 @@
+"""Images and sounds of messages, besides reading them."""
