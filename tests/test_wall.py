@@ -20,7 +20,6 @@ QUICK = (
     "tests/sessions/test_session.py",
     "tests/store/test_index.py",
     "tests/server/test_chat.py",
-    "tests/server/test_messages.py",
     "tests/server/test_documented_errors.py",
     "tests/cli/test_command_names.py",
 )

@@ -61,7 +61,7 @@ FEATURES: dict[str, tuple[Cell, Cell, Cell, Cell]] = {
     "reasoning sent back as it was": (
         ("as text", "server/test_chat.py::test_usage_counts_the_tokens_of_reasoning_h6"),
         ("sealed", f"{RESPONSES}::test_items_by_reference_and_reasoning_that_is_echoed"),
-        ("sealed", "server/test_messages.py::test_thinking_comes_back_as_it_was_by_its_signature"),
+        ("sealed", "ext/messages/test_messages.py::test_thinking_comes_back_as_it_was_by_its_signature"),
         ("as text", "ext/ollama/test_ollama.py::test_thinking_and_calls_have_their_own_fields_and_come_back"),
     ),
     "a reply that is begun by the caller": (
@@ -72,7 +72,7 @@ FEATURES: dict[str, tuple[Cell, Cell, Cell, Cell]] = {
         NONE,
         (
             "yes",
-            "server/test_messages.py::test_a_last_message_of_the_assistant_is_the_beginning_of_the_reply",
+            "ext/messages/test_messages.py::test_a_last_message_of_the_assistant_is_the_beginning_of_the_reply",
         ),
         (
             "yes",
@@ -153,7 +153,7 @@ FEATURES: dict[str, tuple[Cell, Cell, Cell, Cell]] = {
             "400, `response.failed`",
             "ext/responses/test_responses.py::test_a_full_context_is_told_within_the_stream",
         ),
-        ("400, its words", "server/test_messages.py::test_a_full_context_says_so_instead_of_being_cut"),
+        ("400, its words", "ext/messages/test_messages.py::test_a_full_context_says_so_instead_of_being_cut"),
         ("400", f"{OLLAMA}::test_what_does_not_fit_is_an_error_and_never_cut"),
     ),
 }

@@ -24,6 +24,8 @@ from perdure.chat.reply import ChatReply
 from perdure.decode.request import FinishReason
 from perdure.ext.completions.routes import CompletionHead, CompletionRequest, CompletionWriter
 from perdure.ext.dialects.llama_server import InfillWriter
+from perdure.ext.messages.answers import MessagesHead, MessagesWriter
+from perdure.ext.messages.requests import MessagesRequest
 from perdure.ext.ollama.answers import OllamaWriter, idle
 from perdure.ext.responses.answers import ResponseHead
 from perdure.ext.responses.items import OutputForm
@@ -33,8 +35,6 @@ from perdure.server.core.app_state import AppState
 from perdure.server.core.protocol import Events
 from perdure.server.core.server_state import ServerState
 from perdure.server.protocols.chat import ChatHead, ChatWriter
-from perdure.server.protocols.messages.answers import MessagesHead, MessagesWriter
-from perdure.server.protocols.messages.requests import MessagesRequest
 
 REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 MESSAGES: Any = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "model": "toy"}

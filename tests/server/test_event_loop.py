@@ -17,6 +17,7 @@ import pytest
 from pydantic import ValidationError
 
 from perdure.checks import WaitInEventLoopError, check_may_wait, never_waiting
+from perdure.ext.messages.requests import MessagesRequest
 from perdure.server.app import build
 from perdure.server.core import body_route
 from perdure.server.core.body_route import LARGE
@@ -24,7 +25,6 @@ from perdure.server.core.schemas import RequestSchema
 from perdure.server.core.server_state import ServerState
 from perdure.server.http_server import HELD, LoopWatch
 from perdure.server.protocols.chat import ChatRequest
-from perdure.server.protocols.messages.requests import MessagesRequest
 from perdure.testing.toy import ToyModel
 from server.live_server import PATIENCE, hello, live_server, opened
 

@@ -24,7 +24,6 @@ from perdure.server.core.schemas import RequestSchema
 from perdure.server.core.server_state import ServerState
 from perdure.server.core.visit import Visits
 from perdure.server.protocols import chat_routes, pulls
-from perdure.server.protocols.messages import answers as messages
 
 _API = (
     # Before the routes of a model: it is no name of one.
@@ -44,7 +43,7 @@ _UNTRUE = ("HTTPValidationError", "ValidationError")
 @functools.cache
 def protocols() -> tuple[Protocol, ...]:
     """All protocols, those of extensions too."""
-    return (chat_routes.PROTOCOL, messages.PROTOCOL, *brought("protocols"))
+    return (chat_routes.PROTOCOL, *brought("protocols"))
 
 
 def _routers() -> Iterator[APIRouter]:

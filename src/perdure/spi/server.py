@@ -50,6 +50,7 @@ from perdure.server.core.protocol import (
     ProtocolEvent,
     WholeCall,
     Writer,
+    call_input,
     event,
     named_event,
 )
@@ -78,9 +79,14 @@ from perdure.server.core.settings import Limits, ReplyDefaults
 from perdure.server.core.visit import Caller, Sign, Visit
 from perdure.server.http_server import check_address
 from perdure.server.pool import PooledModel, model_files, parse_duration, spec_of_file
-from perdure.server.protocols.chat import ChatRequest, check_chat_options, extension, reply_request
+from perdure.server.protocols.chat import (
+    ChatRequest,
+    ExtensionAnswer,
+    check_chat_options,
+    extension,
+    reply_request,
+)
 from perdure.server.protocols.image_input import KEPT, image_of_base64, image_of_url
-from perdure.server.protocols.messages.answers import call_input
 from perdure.server.protocols.naming_fields import NamingFields, is_id
 from perdure.server.protocols.openai import (
     MARKS,
@@ -135,6 +141,7 @@ __all__ = [
     "EventResponse",
     "EventTemplate",
     "Events",
+    "ExtensionAnswer",
     "Follower",
     "Framing",
     "Items",

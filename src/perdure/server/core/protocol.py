@@ -13,6 +13,7 @@ The access log finds the protocol of a request by its path; body limits, errors 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from json.encoder import encode_basestring
@@ -198,3 +199,12 @@ class CallBuffer:
         """The calls that are left, once something else follows or the reply has ended."""
         whole, self._open = list(self._open.values()), {}
         return [call for call in whole if call.name]
+
+
+def call_input(arguments: str) -> dict[str, Any]:
+    """Arguments as an object. Those that a cut reply left incomplete stand as text under a special name."""
+    try:
+        parsed = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        parsed = None
+    return parsed if isinstance(parsed, dict) else {"_unparsed": arguments}

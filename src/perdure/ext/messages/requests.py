@@ -8,14 +8,22 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from perdure.chat.message import Image, parse_messages
-from perdure.decode.request import KeptPrefix
-from perdure.server.core.api_error import invalid, unreadable
-from perdure.server.core.app_state import AppState
-from perdure.server.core.schemas import Items, RequestSchema, SamplingSchema
-from perdure.server.protocols.image_input import image_of_base64, image_of_url
-from perdure.server.protocols.naming_fields import NamingFields
-from perdure.server.protocols.reply_request import ReplyRequest, SessionExtension, extend
+from perdure import Image, KeptPrefix
+from perdure.spi.chat import parse_messages
+from perdure.spi.server import (
+    AppState,
+    Items,
+    NamingFields,
+    ReplyRequest,
+    RequestSchema,
+    SamplingSchema,
+    SessionExtension,
+    extend,
+    image_of_base64,
+    image_of_url,
+    invalid,
+    unreadable,
+)
 
 _BILLING = "x-anthropic-billing-header:"
 """How a block begins that Claude Code puts first, and that changes from request to request: no part of the

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -10,26 +9,8 @@ from typing import Any, Literal
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from perdure.chat.message import Message, parse_messages
-from perdure.chat.reply import ChatDelta, ChatReply
-from perdure.errors import ContextOverflow
-from perdure.server.core.api_error import ApiError
-from perdure.server.core.app_state import AppState, AppStateDep, CallerDep
-from perdure.server.core.body_route import BodyRoute
-from perdure.server.core.follow import answer
-from perdure.server.core.protocol import (
-    CallBuffer,
-    Events,
-    EventTemplate,
-    Protocol,
-    ProtocolEvent,
-    WholeCall,
-    named_event,
-)
-from perdure.server.core.schemas import ResponseSchema, errors, refuse_fields, streamed
-from perdure.server.core.visit import Caller
-from perdure.server.protocols.chat import ExtensionAnswer, extension
-from perdure.server.protocols.messages.requests import (
+from perdure import ChatDelta, ChatReply, ContextOverflow, Message
+from perdure.ext.messages.requests import (
     FIVE_MINUTES,
     HOUR,
     CountRequest,
@@ -38,7 +19,31 @@ from perdure.server.protocols.messages.requests import (
     prompt_options,
     reply_request,
 )
-from perdure.sessions.fold import TurnStream
+from perdure.spi.chat import parse_messages
+from perdure.spi.server import (
+    ApiError,
+    AppState,
+    AppStateDep,
+    BodyRoute,
+    CallBuffer,
+    Caller,
+    CallerDep,
+    Events,
+    EventTemplate,
+    ExtensionAnswer,
+    Protocol,
+    ProtocolEvent,
+    ResponseSchema,
+    WholeCall,
+    answer,
+    call_input,
+    errors,
+    extension,
+    named_event,
+    refuse_fields,
+    streamed,
+)
+from perdure.spi.sessions import TurnStream
 
 
 class CacheCreation(ResponseSchema):
@@ -161,15 +166,6 @@ class MessagesHead:
                 {"type": "tool_use", "id": call.id, "name": call.name, "input": call_input(call.arguments)}
             )
         return content
-
-
-def call_input(arguments: str) -> dict[str, Any]:
-    """Arguments as an object. Those that a cut reply left incomplete stand as text under a special name."""
-    try:
-        parsed = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        parsed = None
-    return parsed if isinstance(parsed, dict) else {"_unparsed": arguments}
 
 
 # Errors in the shape of Anthropic's Messages.
