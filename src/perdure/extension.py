@@ -64,6 +64,10 @@ class Extension:
     """Values of FastAPI's `APIRouter`."""
     uploads: tuple[str, ...] = ()
     """Paths of its routes whose body is a file, which `receive_file` reads."""
+    forms: tuple[str, ...] = ()
+    """The same, where the file comes in a form."""
+    tasks: tuple[str, ...] = ()
+    """Coroutine functions of a `ServerState`, which run in the event loop of a server until it stops."""
     page_routes: tuple[str, ...] = ()
     """The same, for documents of the page: not there under `serve --no-page`."""
     prompt_rules: tuple[str, ...] = ()

@@ -114,6 +114,10 @@ ROWS: dict[tuple[str, str], list[Call]] = {
     ],
     ("POST", "/v1/chats/import"): [Call(b"[]", status=201, binary=True)],
     ("POST", "/v1/documents/text"): [Call(b"none", status=400, binary=True)],
+    ("POST", "/v1/files"): [Call(b"none", status=415, binary=True)],
+    ("DELETE", "/v1/files/none"): [Call(status=404)],
+    ("POST", "/v1/batches"): [Call({"input_file_id": "none", "endpoint": "/v1/embeddings"}, status=404)],
+    ("POST", "/v1/batches/none/cancel"): [Call(status=404)],
     # One that is asked for is written once no reply is: both are, here.
     ("POST", "/v1/sessions/{session}/title"): [Call({"instead_of": "another"})],
     ("PATCH", "/v1/sessions/{session}"): [Call({"title": "Renamed", "folder": "work", "pinned": True})],
@@ -307,5 +311,5 @@ def test_every_route_that_changes_something_has_a_row(place: tuple[LiveServer, T
 
 def _plain(path: str) -> str:
     """A path without the names of what is filled in."""
-    parts = ["{}" if part.startswith("{") or part == "1" else part for part in path.split("/")]
+    parts = ["{}" if part.startswith("{") or part in ("1", "none") else part for part in path.split("/")]
     return "/".join(parts)

@@ -30,7 +30,6 @@ from perdure.errors import (
 from perdure.sessions.history import TurnPage, TurnReference
 from perdure.sessions.info import (
     PENDING,
-    RECORDS,
     RESPONSE,
     NamespaceSize,
     Noted,
@@ -38,6 +37,7 @@ from perdure.sessions.info import (
     Record,
     SessionInfo,
     SessionMemory,
+    is_record,
 )
 from perdure.sessions.tree import Tree, TreeTurn, parse_turn_id, turn_id
 from perdure.sessions.turn import FIRST, Turn
@@ -186,7 +186,7 @@ class MemoryStore:
             return [
                 info
                 for info in found
-                if info.kind not in RECORDS
+                if not is_record(info.kind)
                 and (namespace is None or info.namespace == namespace)
                 and (after is None or _order(info) < _order(after))
                 and (
@@ -197,10 +197,13 @@ class MemoryStore:
                 )
             ][:limit]
 
-    def expired(self, before: float, *, limit: int, kind: str) -> builtins.list[tuple[str, str]]:
+    def expired(
+        self, before: float, *, limit: int, kind: str, namespace: str | None = None
+    ) -> builtins.list[tuple[str, str]]:
         with self._reading() as data:
             old = sorted([*data.sessions.values(), *data.records.values()], key=_order)
             found = [each for each in old if each.kind == kind and each.updated < before]
+            found = [each for each in found if namespace in (None, each.namespace)]
             return [(each.namespace, each.name) for each in found[:limit]]
 
     def add(
@@ -491,7 +494,7 @@ class MemoryStore:
     def _named(self, namespace: str, name: str, kind: str) -> Record | None:
         with self._reading() as data:
             for info in (*data.sessions.values(), *data.records.values()):
-                same = info.kind == kind if kind in RECORDS else info.kind not in RECORDS
+                same = info.kind == kind if is_record(kind) else not is_record(info.kind)
                 if same and (info.namespace, info.name) == (namespace, name):
                     return info
             return None
@@ -596,6 +599,8 @@ class MemoryStore:
         texts = [row.text for row in counted.values()]
         texts += [memory.session + memory.label + memory.kind + memory.note for memory, _ in own]
         texts += [info.name + json.dumps([dict(info.settings), dict(info.origin)]) for info in sessions]
+        own_records = [each for each in self._data.records.values() if each.namespace == namespace]
+        texts += [each.name + json.dumps(dict(each.origin)) for each in own_records]
         return NamespaceSize(
             namespace=namespace,
             sessions=len(sessions),

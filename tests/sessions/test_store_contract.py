@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -10,7 +11,15 @@ from pathlib import Path
 import pytest
 
 import perdure
-from perdure import InvalidInputError, Message, QuotaError, SessionError, SessionNotFoundError, Turn
+from perdure import (
+    InvalidInputError,
+    Message,
+    QuotaError,
+    SessionError,
+    SessionExistsError,
+    SessionNotFoundError,
+    Turn,
+)
 from perdure.sessions.history import TurnReference
 from perdure.sessions.info import Quota, SessionInfo
 from perdure.sessions.store.base import SessionStore
@@ -101,6 +110,35 @@ def test_x20_a_namespace_stores_no_more_than_its_quota(opened: Open) -> None:
     store.add(info, turns(1, 30_000, before=turns(1)[-1]), parent=info.head, expected=info.head)
     store.limit("a", None)
     created(store, "four", 9, size=10_000)
+
+
+def test_records_of_extensions_count_by_their_bytes_alone(opened: Open) -> None:
+    store = opened()
+    created(store, "one", 1)
+    store.limit("a", Quota(sessions=1, nbytes=20_000))
+    before = time.time() - 1
+    for name in ("first", "second"):
+        record = store.put("a", "made:up", name, {"text": "x" * 5000})
+        assert store.record("a", "made:up", name) == record
+    store.put("b", "made:up", "other", {})
+    later = time.time() + 1
+    assert store.expired(later, limit=9, kind="made:up", namespace="a") == [("a", "first"), ("a", "second")]
+    assert store.expired(later, limit=1, kind="made:up") == [("a", "first")]
+    assert store.expired(later, limit=9, kind="made:up", namespace="nobody") == []
+    assert store.expired(before, limit=9, kind="made:up") == []
+    [size] = [each for each in store.sizes() if each.namespace == "a"]
+    assert size.sessions == 1
+    assert size.nbytes > 10_000
+    # They are no sessions, and no other kind's.
+    assert not store.has("a", "first")
+    assert [each.name for each in store.list("a")] == ["one"]
+    with pytest.raises(QuotaError):
+        store.put("a", "made:up", "third", {"text": "x" * 15_000})
+    with pytest.raises(SessionExistsError):
+        store.put("a", "made:up", "first", {})
+    store.delete(store.record("a", "made:up", "first"))
+    with pytest.raises(SessionNotFoundError):
+        store.record("a", "made:up", "first")
 
 
 def test_x20_turns_that_sessions_share_count_once_and_for_as_long_as_one_has_them(opened: Open) -> None:

@@ -25,6 +25,19 @@ Key = Annotated[
 ]
 
 
+def server_url(url: str | None) -> str:
+    """Where the server is that is meant, without a slash at the end."""
+    from perdure.cli.commands.background import current
+
+    if url is None:
+        if (running := current()) is None:
+            raise PerdureError("no server runs in the background; name one with --url")
+        url = running.address.partition(" and ")[0]
+    if not url.startswith(("http://", "https://")):
+        raise PerdureError(f"--url is such as http://127.0.0.1:8000, got {url!r}")
+    return url.rstrip("/")
+
+
 def ask(
     path: str,
     url: str | None,
@@ -34,20 +47,13 @@ def ask(
     seconds: float = _SECONDS,
 ) -> dict[str, Any]:
     """What a server answers; with a `body`, to a POST."""
-    from perdure.cli.commands.background import current
-
-    if url is None:
-        if (running := current()) is None:
-            raise PerdureError("no server runs in the background; name one with --url")
-        url = running.address.partition(" and ")[0]
-    if not url.startswith(("http://", "https://")):
-        raise PerdureError(f"--url is such as http://127.0.0.1:8000, got {url!r}")
+    url = server_url(url)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     data = None if body is None else json.dumps(body).encode()
     if data is not None:
         headers["Content-Type"] = "application/json"
     try:
-        with urlopen(Request(url.rstrip("/") + path, data, headers), timeout=seconds) as answer:
+        with urlopen(Request(url + path, data, headers), timeout=seconds) as answer:
             reply: dict[str, Any] = json.loads(read_stream(answer, TEXT_BYTES, url))
             return reply
     except HTTPError as error:

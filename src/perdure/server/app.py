@@ -99,7 +99,9 @@ def _prepare(app: FastAPI) -> None:
 
 def served(state: ServerState) -> ASGIApp:
     """The routes behind everything that a request has to pass."""
-    app: ASGIApp = Auth(BodyLimits(Visits(build(state)), state), state.keys)
+    routes = Visits(build(state))
+    state.routes = AccessLog(routes, state.ledger.metrics, protocols())
+    app: ASGIApp = Auth(BodyLimits(routes, state), state.keys)
     app = Cors(HostCheck(app, state), state)
     return AccessLog(app, state.ledger.metrics, protocols())
 

@@ -13,10 +13,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import anyio.to_thread
 import uvicorn
@@ -28,6 +29,7 @@ from perdure import system
 from perdure.checks import never_waiting
 from perdure.errors import InvalidInputError
 from perdure.events.background import BackgroundThread
+from perdure.extension import brought
 from perdure.server import direct_write
 from perdure.server.app import rejecting, served
 from perdure.server.core.server_state import ServerState
@@ -40,6 +42,8 @@ _LEEWAY = 5
 """Seconds for answers to be sent after their replies were ended."""
 _IDLE = 30
 """Seconds that a connection may be idle between two requests."""
+_AGAIN = 5
+"""Seconds until a task that failed is begun again."""
 
 
 def check_address(host: str, keys: int) -> None:
@@ -97,6 +101,16 @@ def _answers(path: Path) -> bool:
         return True
 
 
+async def _lasting(task: Callable[[ServerState], Coroutine[Any, Any, None]], state: ServerState) -> None:
+    """A task of an extension, begun again where it fails."""
+    while True:
+        try:
+            return await task(state)
+        except Exception:
+            log.exception("what runs beside the server failed and begins again")
+            await asyncio.sleep(_AGAIN)
+
+
 class HttpServer(uvicorn.Server):
     """A server that stops in order: it takes no more connections, lets replies finish for a while, ends
     those that are left with an honest error, and only then returns. Signals ask for that; they never end
@@ -127,6 +141,7 @@ class HttpServer(uvicorn.Server):
         self._read_settings = read_settings
         self._take_limits()
         self._ends_with_terminal = False
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -139,6 +154,7 @@ class HttpServer(uvicorn.Server):
         await super().startup(sockets)
         if self._state.models.is_loaded(self._state.models.first):
             self._state.models.warm_up()
+        self._tasks = [asyncio.create_task(_lasting(each, self._state)) for each in brought("tasks")]
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await self._drain()
@@ -146,7 +162,10 @@ class HttpServer(uvicorn.Server):
         until = loop.time() + grace + _LEEWAY
         ending = loop.call_later(grace, self._state.end)
         self._state.end_waiting()
+        for each in self._tasks:
+            each.cancel()
         try:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
             await super().shutdown(sockets)
             await self._state.finish(until - loop.time())
         finally:

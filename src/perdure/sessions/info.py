@@ -32,6 +32,12 @@ RECORDS = (RESPONSE, STREAM, PENDING)
 _CONTROL, _SURROGATE = re.compile("[\x00-\x1f\x7f]"), re.compile("[\ud800-\udfff]")
 
 
+def is_record(kind: str) -> bool:
+    """Whether what has that kind is a record. Those of extensions have a colon in it (`batches:file`), and
+    count by their bytes alone."""
+    return kind in RECORDS or ":" in kind
+
+
 def name_problem(name: str) -> str | None:
     """Why a new session cannot be called that; None where it can. One rule for the library, the command, the
     server and the page: a name is part of an address on the web, where a slash would end it."""

@@ -36,7 +36,7 @@ from perdure.chat.parsing.json_scanner import BoundedText, JsonScanner
 from perdure.chat.parsing.reply_parser import parse_reply
 from perdure.chat.past_conversations import PastConversation
 from perdure.chat.plans import SUMMARY_REQUEST, SUMMARY_TRIES, SummaryPasses
-from perdure.chat.prefetch import WORTH, reading
+from perdure.chat.prefetch import PAYER, WORTH, reading
 from perdure.chat.prompt_builder import ImageFiles, reasoning_markers, with_reasoning_apart
 from perdure.chat.prompt_rules import PromptRule, RuledPrompt
 from perdure.chat.reply import ChatReply
@@ -51,6 +51,7 @@ __all__ = [
     "ID",
     "INDEX",
     "LONGEST_HEADER",
+    "PAYER",
     "ROLE_MARKS",
     "SPACE",
     "SUMMARY_REQUEST",

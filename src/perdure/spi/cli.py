@@ -10,7 +10,7 @@ from perdure.cli.output.progress import fetching, file_of, working
 from perdure.cli.output.terminal import note, write, write_columns
 from perdure.cli.prompt import standard_input
 from perdure.cli.runtime import keys_in, opened, session_folder, sessions_in, shared_keys, usual_store
-from perdure.cli.server_client import Key, Url, ask
+from perdure.cli.server_client import Key, Url, ask, server_url
 
 __all__ = [
     "Json",
@@ -32,6 +32,7 @@ __all__ = [
     "opened",
     "print_json",
     "private",
+    "server_url",
     "session_folder",
     "sessions_in",
     "shared",

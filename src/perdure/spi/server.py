@@ -31,6 +31,7 @@ from perdure.server.core.keys import (
     SAVED_AFTER,
     DayUsage,
     Key,
+    KeyAccount,
     Keys,
     KeyStore,
     KeyUsage,
@@ -38,7 +39,7 @@ from perdure.server.core.keys import (
     parse_line,
     usage_file,
 )
-from perdure.server.core.middleware import ASSETS, FILE_TYPE, JsonScan, session_id, too_large
+from perdure.server.core.middleware import ASSETS, FILE_TYPE, FORM_TYPE, JsonScan, session_id, too_large
 from perdure.server.core.protocol import (
     JSON_LINES,
     SSE,
@@ -116,6 +117,7 @@ from perdure.server.protocols.reply_request import (
 __all__ = [
     "ASSETS",
     "FILE_TYPE",
+    "FORM_TYPE",
     "HEADERS",
     "JSON_LINES",
     "KEPT",
@@ -147,6 +149,7 @@ __all__ = [
     "Items",
     "JsonScan",
     "Key",
+    "KeyAccount",
     "KeyStore",
     "KeyUsage",
     "Keys",

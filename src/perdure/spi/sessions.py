@@ -2,7 +2,7 @@
 
 from perdure.sessions.fold import HEADING, TurnStream
 from perdure.sessions.history import History
-from perdure.sessions.info import RECORDS, RESPONSE, Record, check_session_name
+from perdure.sessions.info import RESPONSE, Record, check_session_name, is_record
 from perdure.sessions.pending_turn import TurnExtra
 from perdure.sessions.responses import respond
 from perdure.sessions.session import today
@@ -27,7 +27,6 @@ __all__ = [
     "FILE",
     "FIRST",
     "HEADING",
-    "RECORDS",
     "RESPONSE",
     "Database",
     "Dialect",
@@ -50,6 +49,7 @@ __all__ = [
     "every_row",
     "has_sessions",
     "has_turn",
+    "is_record",
     "open_store",
     "portable_settings",
     "remote_of",

@@ -20,11 +20,11 @@ from perdure.spi.engine import Tokenizer
 from perdure.spi.runtime import Backend
 from perdure.spi.sessions import (
     FIRST,
-    RECORDS,
     Sessions,
     Turn,
     check_session_name,
     check_settings,
+    is_record,
     portable_settings,
     transcript,
 )
@@ -63,7 +63,7 @@ def import_session(
         export.name if name is None else name,
         turns,
         # A session that came in is listed, whatever it says to be.
-        kind=export.kind if export.kind not in RECORDS else "session",
+        kind=export.kind if not is_record(export.kind) else "session",
         settings=settings,
         origin={"how": "import", "session": export.name, "turn": len(turns) - 1},
     )

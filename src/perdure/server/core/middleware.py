@@ -118,10 +118,12 @@ class AccessLog:
         self._protocols = protocols
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        notes: dict[str, Any] = {}
         path = scope.get("path", "")
         protocol = next((each for each in self._protocols if path.startswith(each.prefix)), OPENAI)
-        scope.setdefault("state", {}).update({"notes": notes, PROTOCOL: protocol})
+        state = scope.setdefault("state", {})
+        state[PROTOCOL] = protocol
+        # A request that the server makes of itself may bring some.
+        notes: dict[str, Any] = state.setdefault("notes", {})
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -369,14 +371,21 @@ _STEP[list(b"{[")] = 1
 _STEP[list(b"}]")] = -1
 
 JSON_TYPE = "application/json"
-FILE_TYPE = "application/octet-stream"
+FILE_TYPE, FORM_TYPE = "application/octet-stream", "multipart/form-data"
 _OF_BROWSERS = {b"origin", b"referer", b"sec-fetch-site", b"sec-fetch-mode", b"sec-fetch-dest"}
 
 
 @functools.cache
 def uploads() -> frozenset[str]:
     """The paths where a body is a file: it is read by its route, and never held in memory."""
-    return frozenset({"/v1/sessions/import"}.union(*(each.uploads for each in extensions().values())))
+    brought = (each.uploads for each in extensions().values())
+    return forms().union({"/v1/sessions/import"}, *brought)
+
+
+@functools.cache
+def forms() -> frozenset[str]:
+    """Those where it is a form with a file."""
+    return frozenset().union(*(each.forms for each in extensions().values()))
 
 
 class BodyLimits:
@@ -401,7 +410,7 @@ class BodyLimits:
         try:
             with self._state.in_flight.admit(self._limits.requests):
                 scope = typed(scope)
-                if scope["path"] in uploads():
+                if scope["method"] == "POST" and scope["path"] in uploads():
                     await self._upload(scope, receive, send)
                 else:
                     await self._app(scope, await self._whole(scope, receive), send)
@@ -482,7 +491,8 @@ def typed(scope: Scope) -> Scope:
     """
     if scope["method"] not in ("POST", "PUT", "PATCH"):
         return scope
-    expected_type = FILE_TYPE if scope["path"] in uploads() else JSON_TYPE
+    path = scope["path"]
+    expected_type = FORM_TYPE if path in forms() else FILE_TYPE if path in uploads() else JSON_TYPE
     headers = dict(scope["headers"])
     content_type = headers.get(b"content-type", b"").decode("latin-1")
     if content_type.partition(";")[0].strip().lower() == expected_type:

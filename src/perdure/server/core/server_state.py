@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import anyio
 import anyio.to_thread
+from starlette.types import ASGIApp
 
 from perdure.errors import InvalidInputError, PerdureError, TemplateError
 from perdure.events.background import BackgroundThread
@@ -205,6 +206,9 @@ class ServerState:
     """What the operator has it fetch."""
     analysis: Cancellable | None = None
     """The one that is being made: no second one is begun meanwhile."""
+    routes: ASGIApp = field(init=False)
+    """What answers requests that the server makes of itself: `state` of their scopes has `namespace` and
+    `account`."""
 
     def __post_init__(
         self,

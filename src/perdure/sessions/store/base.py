@@ -108,8 +108,11 @@ class SessionStore(Protocol):
         """The record of that name as it is now; of a stored response, a `SessionInfo`."""
         ...
 
-    def expired(self, before: float, *, limit: int, kind: str) -> builtins.list[tuple[str, str]]:
-        """Namespaces and names of records of a kind, last changed before a time, the oldest first."""
+    def expired(
+        self, before: float, *, limit: int, kind: str, namespace: str | None = None
+    ) -> builtins.list[tuple[str, str]]:
+        """Namespaces and names of records of a kind, last changed before a time, the oldest first: of one
+        namespace, or of all."""
         ...
 
     # Pending turns. A session that moves on, by `add` or `move`, or goes, has none any more.

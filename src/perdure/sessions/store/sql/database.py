@@ -102,8 +102,11 @@ class Dialect:
         )
 
     def counted(self, table: str) -> str:
-        """What a row of a table counts among sessions. A pending turn is part of a session."""
-        counts = {"session": "1", "record": "CASE WHEN record.kind = 'pending' THEN 0 ELSE 1 END"}
+        """What a row of a table counts among sessions. A pending turn is part of one, and a record of an
+        extension has a colon in its kind."""
+        plain = "record.kind = replace(record.kind, ':', '')"
+        record = f"CASE WHEN record.kind != 'pending' AND {plain} THEN 1 ELSE 0 END"
+        counts = {"session": "1", "record": record}
         return counts.get(table, "0")
 
     @property

@@ -256,13 +256,18 @@ class SqlStore:
             raise SessionNotFoundError(f"there is no {kind} {name!r}")
         return record
 
-    def expired(self, before: float, *, limit: int, kind: str) -> builtins.list[tuple[str, str]]:
-        """Namespaces and names of records of a kind, last changed before a time, the oldest first."""
+    def expired(
+        self, before: float, *, limit: int, kind: str, namespace: str | None = None
+    ) -> builtins.list[tuple[str, str]]:
+        """Namespaces and names of records of a kind, last changed before a time, the oldest first: of one
+        namespace, or of all."""
+        where, values = ("", ()) if namespace is None else (" AND namespace = ?", (namespace,))
         rows = self._db.rows(
-            "SELECT namespace, name FROM record WHERE kind = ? AND updated < ?"
+            f"SELECT namespace, name FROM record WHERE kind = ? AND updated < ?{where}"
             " ORDER BY updated, number LIMIT ?",
             kind,
             before,
+            *values,
             limit,
         )
         return [(namespace, name) for namespace, name in rows]

@@ -16,7 +16,7 @@ from perdure.chat.transcript import Transcript
 from perdure.checks import is_whole
 from perdure.errors import CorruptStateError, InvalidInputError, SessionNotFoundError
 from perdure.sessions.history import TurnPage, TurnReference
-from perdure.sessions.info import PENDING, RECORDS, Record, SessionInfo, SessionMemory
+from perdure.sessions.info import PENDING, Record, SessionInfo, SessionMemory, is_record
 from perdure.sessions.store.sql.database import Database, Dialect, Numbers
 from perdure.sessions.turn import FIRST, Turn, pack_tokens
 
@@ -129,7 +129,7 @@ def row_limit(limit: int | None) -> int:
 
 def table_of(kind: str) -> str:
     """The table that has sessions, or records, of a kind."""
-    return "record" if kind in RECORDS else "session"
+    return "record" if is_record(kind) else "session"
 
 
 def read_record(row: Sequence[Any], advice: str = "") -> Record:
