@@ -73,6 +73,31 @@ def images(run: Run) -> Iterator[Figure]:
             )
 
 
+def plain_turns(run: Run) -> Iterator[Figure]:
+    """A reply without images costs what it did before images were taken: with the extension that reads them,
+    behind an image of another conversation, against perdure where that extension is hidden."""
+    hidden = {"PERDURE_HIDDEN": "images", "PYTHONPATH": str(ROOT / "tests" / "hiding")}
+    with tempfile.TemporaryDirectory() as folder:
+        files = toy("llava", Path(folder))
+        with (
+            Child("bench.images.side", "counted") as ours,
+            Child("bench.images.side", "counted", env=hidden) as peer,
+        ):
+            for child, name in ((ours, "with"), (peer, "without")):
+                child.ask("open", store=str(Path(folder) / name), **files)
+            ours.ask("ask", conversation="other", text="w1", image=1, fork_of="")
+            yield run.compare(
+                "calls of functions for a token",
+                ours=lambda: float(ours.ask("calls")),
+                peer=lambda: float(peer.ask("calls")),
+                against="images hidden",
+                unit="calls",
+                gauge=Gauge.COST,
+                target=at_least(0.99),
+                repeats=3,
+            )
+
+
 def walk(side: str, kind: str, asks: Sequence[Ask], folder: Path) -> Work:
     """The trace on one side, from nothing."""
     work, known = Work(), dict[str, int]()
@@ -152,4 +177,4 @@ def toy(kind: str, folder: Path) -> dict[str, str]:
     return {"model": str(model), "projector": str(projector)}
 
 
-main = Bench("images", (images,))
+main = Bench("images", (plain_turns, images))

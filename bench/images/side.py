@@ -1,6 +1,6 @@
 """The processes of the two sides: perdure with its sessions, and llama-server out of `xllamacpp`.
 
-    python -m bench.images.side perdure | llama-server
+    python -m bench.images.side perdure | llama-server | counted
 
 Each answers how many tokens a prompt had and how many were computed for it.
 """
@@ -12,6 +12,7 @@ import io
 import os
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -84,6 +85,32 @@ class Perdure:
         return self._encoded + (0 if images is None else images.encoded)
 
 
+class Counted(Perdure):
+    """The same, and how many functions are called for a token of a reply without images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls = 0
+        # All threads that begin from here on, that of the engine among them.
+        threading.setprofile(self._count)
+
+    def _count(self, frame: object, event: str, of: object) -> None:
+        self._calls += event in ("call", "c_call")
+
+    def calls(self) -> float:
+        """For each token of a reply: what 320 of them cost more than 64."""
+        few, more = (self._calls_for(count) for count in (64, 320))
+        return (more - few) / (320 - 64)
+
+    def _calls_for(self, count: int) -> int:
+        asked = {"max_tokens": count, "temperature": 0, "ignore_eos": True, "loop_guard": 0}
+        # What is done once is done before.
+        for _ in range(2):
+            before = self._calls
+            self._rt.generate("w1 w2", **asked)
+        return self._calls - before
+
+
 class LlamaServer:
     """One server after another. Clients of it have their conversations themselves, and send all of them."""
 
@@ -142,5 +169,5 @@ class LlamaServer:
 
 
 if __name__ == "__main__":
-    side: Any = Perdure() if sys.argv[1] == "perdure" else LlamaServer()
+    side: Any = {"perdure": Perdure, "counted": Counted, "llama-server": LlamaServer}[sys.argv[1]]()
     serve({name: getattr(side, name) for name in dir(side) if not name.startswith("_")})

@@ -14,6 +14,7 @@ from perdure.ext.images.media import MediumDigest
 from perdure.ext.images.media_store import MediaStore
 
 from .pictures import picture
+from .test_prompts import KINDS
 
 MOST = 40
 """Files that are written for one image, at most."""
@@ -32,7 +33,13 @@ def run(model: Path, store: Path, file: Path, where: object = 0) -> tuple[int, l
     return done.returncode, [int(each) for each in done.stdout.split()]
 
 
-@pytest.mark.parametrize("kind", ["qwen35"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "qwen35",
+        *(pytest.param(each, marks=pytest.mark.full) for each in KINDS if each not in ("qwen35", "qwen2a")),
+    ],
+)
 def test_s1_e1_a_kill_at_any_write_of_an_image_leaves_nothing_half_there(
     kind: str, toy: Callable[[str], tuple[Path, Path]], tmp_path: Path
 ) -> None:

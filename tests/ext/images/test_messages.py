@@ -1,4 +1,4 @@
-"""Images in messages: encoded once, kept by sessions, never mistaken for text."""
+"""Images in messages: encoded once, kept by sessions, never mistaken for text (E1, E2, E3, E5)."""
 
 from __future__ import annotations
 
