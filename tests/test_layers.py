@@ -55,6 +55,7 @@ INSIDE: dict[str, tuple[str, ...]] = {
     "server": ("pool", "core", "protocols", "api", "app", "direct_write", "http_server"),
     "cache": (
         "block",
+        "sorted_keys",
         "prefix_search",
         "held_blocks",
         "eviction",

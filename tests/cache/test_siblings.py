@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from perdure.cache.block import Block, BlockId
 from perdure.cache.prefix_search import (
-    ChildIndex,
     beginnings,
     best_child,
     common_prefix_length,
@@ -20,6 +19,7 @@ from perdure.cache.prefix_search import (
     key_of,
     merged,
 )
+from perdure.cache.sorted_keys import ChildIndex
 
 ROOT = BlockId(bytes(32))
 TEXTS = st.lists(st.lists(st.integers(0, 300), min_size=1, max_size=5), max_size=40)

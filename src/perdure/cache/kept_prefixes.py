@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from perdure.cache.eviction import Pins
 from perdure.cache.prefix_search import (
-    SortedKeys,
     common_prefix_length,
     key_of,
 )
+from perdure.cache.sorted_keys import SortedKeys
 from perdure.decode.request import KeptPrefix, prefix_cost
 from perdure.errors import InvalidInputError, StoreFullError
 

@@ -2,7 +2,8 @@
 
 from perdure.cache.block import AnyBlock, Block, BlockId, BlockMeta, block_id, block_id_of
 from perdure.cache.cache_view import BlockInfo, PrefixRun
-from perdure.cache.prefix_search import SortedKeys, key_of
+from perdure.cache.prefix_search import key_of
+from perdure.cache.sorted_keys import SortedKeys
 from perdure.cache.tiers.archive import block_folders
 from perdure.cache.tiers.base import BlockTier, TierOpener
 from perdure.cache.tiers.block_folder import BlockFolder

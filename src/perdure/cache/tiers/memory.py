@@ -5,14 +5,17 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from perdure.cache.block import Block, BlockId
 from perdure.cache.eviction import Eviction, EvictionClass
-from perdure.cache.prefix_search import ChildIndex, beginnings, continuations, key_of
+from perdure.cache.prefix_search import beginnings, continuations, key_of
+
+if TYPE_CHECKING:
+    from perdure.cache.sorted_keys import ChildIndex
 
 _REMEMBERED = 4096
 """Evicted blocks whose names are kept, so that a reply can say why it was computed again."""
@@ -131,6 +134,8 @@ class MemoryTier:
             return False
         if not is_first:
             self._drop_beginnings(block)
+        from perdure.cache.sorted_keys import ChildIndex
+
         key = key_of(block.tokens)
         node = self._nodes[block.id] = _Node(block.id, block.parent, key, block, owner)
         if above is None:

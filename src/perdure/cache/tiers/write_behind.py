@@ -9,7 +9,8 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeVar
 
 from perdure.cache.block import AnyBlock, Block, BlockId
-from perdure.cache.prefix_search import ChildIndex, key_of, merged
+from perdure.cache.prefix_search import key_of, merged
+from perdure.cache.sorted_keys import ChildIndex
 from perdure.decode.request import KeptPrefix
 from perdure.errors import StoreError
 from perdure.events.background import BackgroundThread
