@@ -39,7 +39,7 @@ test-rest: types browser servers
 	$(BIN)/python -m pytest -m "full and not soak" -n $(WORKERS) --dist worksteal
 
 # The kernel alone, without any extension: what a conversation that lasts needs.
-KERNEL := tests/cache tests/chat tests/decode tests/engine tests/events tests/libraries tests/memory tests/models \
+KERNEL := tests/cache tests/chat tests/decode tests/engine tests/events tests/memory tests/models \
   tests/sessions tests/store tests/test_option_names.py tests/test_options.py \
   tests/test_public_names.py tests/test_system.py tests/test_typing.py
 kernel: $(TEST)

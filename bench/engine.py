@@ -226,7 +226,7 @@ def versions(run: Run) -> Iterator[Figure]:
 
 def _libraries(run: Run, other: Path, against: str, target: Target) -> Iterator[Figure]:
     """Prefill and decoding of the fetched library beside another one."""
-    from perdure import libraries
+    import perdure.ext.builds as libraries
 
     tokens, count = TOKENS[: run.pick(STEP, 64)], run.pick(32, 16)
     with ExitStack() as held:

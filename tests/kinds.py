@@ -55,7 +55,7 @@ SMOKE = (
     "chat/",
     "cli/test_config.py",
     "ext/cluster/test_store_contract.py",
-    "libraries/",
+    "ext/builds/",
     "page/test_talk.py",
     "sessions/",
     "store/test_index.py",

@@ -76,8 +76,9 @@ from perdure.cli import app
 from perdure.cli.output import terminal
 with terminal.leaving_in_order():
     system.sync_folder(system.Path("."))
-from perdure.libraries.machine import installable, read_machine
-if system.glibc():
+from perdure.extension import extensions
+if system.glibc() and "builds" in extensions():
+    from perdure.ext.builds.machine import installable, read_machine
     assert installable(read_machine())
 print(system.physical_memory(), system.available_memory(), system.usable_cores(), system.busy_cores())
 """

@@ -18,7 +18,8 @@ import pytest
 from tools.build_hook import own_compiler
 
 import perdure
-from perdure import libraries, models
+import perdure.ext.builds as libraries
+from perdure import models
 
 ROOT = Path(__file__).parent.parent
 

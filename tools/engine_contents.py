@@ -2,7 +2,7 @@
 
 For each GPU backend in it: the shared libraries that it needs of the machine, and for CUDA the machine code
 (`sm_…`), the PTX by architecture, and the PTX version, which is that of the toolkit. What it prints goes into
-`_CONTENTS` of `src/perdure/libraries/package.py`.
+`_CONTENTS` of `src/perdure/ext/builds/package.py`.
 """
 
 from __future__ import annotations

@@ -191,7 +191,7 @@ _ADDED = ("attn_output", "ffn_down", "ffn_down_exps", "ffn_down_shexp")
 
 def _add_words(writer: Any, count: int) -> None:
     """A tokenizer of bytes, with words behind them that no text is cut into."""
-    from perdure.engine.llama.native.toy_gguf import bytes_as_text
+    from perdure.ext.builds.toy_gguf import bytes_as_text
 
     letters = bytes_as_text()
     words = [f"\u0120word{number}" for number in range(count - len(letters) - len(_MARKS))]

@@ -21,7 +21,7 @@ import pytest
 
 from engine.shims import needs_compiler, shim
 from perdure import IncompatibleStateError, Model, ModelFileError, ModelLoadError
-from perdure.engine.llama.native import library, log_sink, probe, probe_results
+from perdure.engine.llama.native import library, log_sink, probe_results
 from perdure.engine.llama.native.backends import BUILT_IN, variants
 from perdure.engine.llama.native.declarations import numbers
 from perdure.engine.llama.native.library import list_devices
@@ -92,11 +92,14 @@ def test_m3_w4_state_of_another_library_is_not_used(answer: Answer, store: Path,
     never_mixed(answer, store, PERDURE_LLAMA=str(shim(tmp_path / "other", VERSION=f'"{version}"')))
 
 
+@pytest.mark.extension("builds")
 def test_m3_state_without_extra_buffers_is_not_used(answer: Answer, store: Path, tmp_path: Path) -> None:
     """What the probe decides is part of the identity."""
     home = tmp_path / "home"
     home.mkdir()
     source = library.loaded().source
+    from perdure.ext.builds import probe
+
     known = probe.result_of(source)
     without = replace(known, attempts=(replace(known.attempts[-1], extra_buffers=False),))
     (home / "probes.json").write_text(json.dumps({probe_results.key_of(source): asdict(without)}))

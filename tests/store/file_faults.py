@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import perdure
-from libraries.conftest import FILES, KEPT, package_of
-from perdure import libraries
+import perdure.ext.builds as libraries
+from ext.builds.conftest import FILES, KEPT, package_of
 from perdure.cli.runtime import session_folder
 from perdure.config import settings
 from perdure.errors import PerdureError
+from perdure.ext.builds import package as packages
 from perdure.ext.keys import command as keys_command
 from perdure.ext.upkeep.backup import back_up, restore
 from perdure.ext.upkeep.export import read_export
-from perdure.libraries import package as packages
 from perdure.server.core.keys import Keys, new_key
 from perdure.sessions.store.sqlite.store import SqliteStore
 from perdure.testing.toy import ToyModel

@@ -74,6 +74,8 @@ class UrlSource:
         return self.url
 
 
+MUCH = 50_000_000
+"""Bytes that are fetched without a question."""
 Progress: TypeAlias = Callable[[int, int | None], None]
 """Called with the bytes that are here and, once it is known, how many there will be."""
 Source: TypeAlias = WheelSource | HubSource | FileSource | UrlSource

@@ -1,44 +1,42 @@
 """For extensions that list, install or judge builds of llama.cpp."""
 
 from perdure import libraries
-from perdure.engine.llama.native import probe
+from perdure.engine.llama.native.backends import variants
 from perdure.engine.llama.native.choice import ChosenLibrary, choose, find_library
-from perdure.engine.llama.native.library import loaded
-from perdure.engine.llama.native.probe_results import ProbeResult, gpu_backends, remembered
-from perdure.engine.llama.native.source import LibrarySource, candidates, library_folder
-from perdure.libraries import Installed
-from perdure.libraries.machine import LibraryFit, fits, installable, read_machine
-from perdure.libraries.runtime import (
-    RUNTIMES,
-    compat_drivers,
-    install_runtime,
-    runtime_folders,
-    unpack_wheels,
-)
-from perdure.models.registry import Progress
+from perdure.engine.llama.native.declarations import LlamaBatch
+from perdure.engine.llama.native.library import Library, loaded
+from perdure.engine.llama.native.nvidia import HIDING, compat_drivers, runtime_folders
+from perdure.engine.llama.native.probe_results import Attempt, ProbeResult, gpu_backends, remember, remembered
+from perdure.engine.llama.native.source import LibrarySource, candidates, installed_source, library_folder
+from perdure.errors import EngineLibraryError
+from perdure.libraries.local_libraries import MANIFEST, Installed, damaged, find, installed, read_entry
 
 __all__ = [
-    "RUNTIMES",
+    "HIDING",
+    "MANIFEST",
+    "Attempt",
     "ChosenLibrary",
+    "EngineLibraryError",
     "Installed",
-    "LibraryFit",
+    "Library",
     "LibrarySource",
+    "LlamaBatch",
     "ProbeResult",
-    "Progress",
     "candidates",
     "choose",
     "compat_drivers",
+    "damaged",
+    "find",
     "find_library",
-    "fits",
     "gpu_backends",
-    "install_runtime",
-    "installable",
+    "installed",
+    "installed_source",
     "libraries",
     "library_folder",
     "loaded",
-    "probe",
-    "read_machine",
+    "read_entry",
+    "remember",
     "remembered",
     "runtime_folders",
-    "unpack_wheels",
+    "variants",
 ]

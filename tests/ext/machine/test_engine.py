@@ -16,7 +16,7 @@ from engine.shims import empty_library, needs_compiler, shim
 from homes import new_home
 from perdure.engine.llama.native import library
 from perdure.engine.llama.native.backends import BUILT_IN
-from perdure.libraries import package_for
+from perdure.ext.builds.package import package_for
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 

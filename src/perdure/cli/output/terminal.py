@@ -75,7 +75,7 @@ def agrees(what: str, nbytes: int) -> bool:
 
 def may_fetch(what: str, nbytes: int, *, yes: bool = False) -> bool:
     """Whether a command may fetch so much: large files, after a question."""
-    from perdure.engine.llama.native.fetched import MUCH
+    from perdure.models.registry import MUCH
 
     return yes or nbytes <= MUCH or not sys.stdin.isatty() or agrees(what, nbytes)
 

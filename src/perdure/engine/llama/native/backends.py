@@ -143,7 +143,7 @@ def use_driver(path: Path) -> None:
 
 
 def _find(name: str, beside: Sequence[Path]) -> Path | None:
-    from perdure.libraries.runtime import runtime_folders
+    from perdure.engine.llama.native.nvidia import runtime_folders
 
     for file in beside:
         # libggml-cuda.so is what libllama asks for as libggml-cuda.so.0.

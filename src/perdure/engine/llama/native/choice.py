@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from perdure.config import settings
 from perdure.engine.llama.native import guard
-from perdure.engine.llama.native.probe_results import ProbeResult, gpu_backends, remembered
+from perdure.engine.llama.native.probe_results import Attempt, ProbeResult, gpu_backends, remembered
 from perdure.engine.llama.native.source import WAYS, LibrarySource, candidates
 from perdure.errors import EngineLibraryError
+from perdure.extension import optional_part
 
 if TYPE_CHECKING:
     from perdure.models.registry import Progress
@@ -45,9 +47,7 @@ def choose() -> ChosenLibrary:
         for source in _sources(passed):
             result = remembered(source)
             if result is None:
-                from perdure.engine.llama.native import probe
-
-                new, result = True, probe.test(source)
+                new, result = True, _probed(source)
             if result.usable and not result.gpu_problem:
                 return chosen(source, result)
             passed.append((source, result))
@@ -71,9 +71,7 @@ def find_library(
     """The library to use: the user's own build, an installed one, llama-cpp-python's, or one fetched now."""
     for source in candidates():
         return source
-    from perdure.engine.llama.native.fetched import fetch_library
-
-    return fetch_library(progress, agree)
+    return _fetched(progress, agree)
 
 
 def _sources(passed: Sequence[tuple[LibrarySource, ProbeResult]]) -> Iterator[LibrarySource]:
@@ -88,9 +86,27 @@ def _sources(passed: Sequence[tuple[LibrarySource, ProbeResult]]) -> Iterator[Li
             continue
         yield source
     if kinds.isdisjoint({"own", "installed"}) and not any(result.usable for _, result in passed):
-        from perdure.engine.llama.native.fetched import fetch_library
+        yield _fetched()
 
-        yield fetch_library()
+
+def _fetched(
+    progress: Progress | None = None, agree: Callable[[str, int], bool] | None = None
+) -> LibrarySource:
+    fetch = optional_part("library for this machine")
+    if fetch is None:
+        raise EngineLibraryError(f"there is no llama.cpp library here, and no extension fetches one. {WAYS}")
+    source: LibrarySource = fetch(progress, agree)
+    return source
+
+
+def _probed(source: LibrarySource) -> ProbeResult:
+    """What a probe finds. Without the extension that has it, a library is used as it comes."""
+    probe = optional_part("probe of a library")
+    if probe is None:
+        attempt = Attempt(variant=settings().llama_variant, extra_buffers=True, gpu=True)
+        return ProbeResult(folder=str(source.folder), attempts=(attempt,))
+    result: ProbeResult = probe(source)
+    return result
 
 
 def _logged(choice: ChosenLibrary, new: bool) -> ChosenLibrary:

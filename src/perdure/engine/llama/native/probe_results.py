@@ -18,6 +18,7 @@ from perdure.atomic import read_table, write_table
 from perdure.config import settings
 from perdure.engine.llama.native.backends import backends
 from perdure.engine.llama.native.source import LibrarySource
+from perdure.extension import optional_part
 from perdure.identity import content_digest
 
 _PROBE = 4
@@ -81,11 +82,9 @@ class ProbeResult:
         """Why its GPU backends are not used, with what to do; empty where they are, or it has none."""
         if not self.backends or self.devices:
             return ""
-        from perdure.engine.llama.native.causes import cause_of
-
         words = next((each.words or each.died for each in self.attempts if each.words or each.died), "")
-        cause = cause_of(words)
-        if cause is not None:
+        cause_of = optional_part("cause of a library's failure")
+        if cause_of is not None and (cause := cause_of(words)) is not None:
             return str(cause)
         return words or f"it found no GPU that {' or '.join(self.backends)} can use"
 
@@ -133,8 +132,7 @@ def surroundings() -> str:
 
 def gpu_surroundings() -> list[str]:
     """What decides whether a GPU can be used: its driver, which cards are shown, NVIDIA's runtime."""
-    from perdure.libraries.machine import HIDING
-    from perdure.libraries.runtime import compat_drivers, runtime_folders
+    from perdure.engine.llama.native.nvidia import HIDING, compat_drivers, runtime_folders
 
     shown = (os.environ.get(name, "") for name in HIDING)
     return [system.nvidia_driver(), *shown, *map(str, runtime_folders()), *map(str, compat_drivers())]

@@ -7,15 +7,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from perdure import libraries
 from perdure.config import settings
 from perdure.errors import EngineLibraryError
-
-if TYPE_CHECKING:
-    pass
-
 
 WAYS = (
     "`perdure engine install` fetches one, `pip install 'perdure[compile]'` compiles llama-cpp-python, "

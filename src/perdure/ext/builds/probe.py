@@ -15,15 +15,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from perdure.config import settings
-from perdure.engine.llama.native.causes import cause_of, last_words
-from perdure.engine.llama.native.probe_results import Attempt, ProbeResult, gpu_backends, remember, remembered
-from perdure.engine.llama.native.source import LibrarySource
-from perdure.events.background import BackgroundTimer
-from perdure.libraries.machine import is_translated
-from perdure.libraries.package import PACKAGES
-from perdure.libraries.runtime import compat_drivers
-from perdure.system import processes
+from perdure.ext.builds.causes import cause_of, last_words
+from perdure.ext.builds.machine import is_translated
+from perdure.ext.builds.package import PACKAGES
+from perdure.spi.base import processes, settings
+from perdure.spi.libraries import (
+    Attempt,
+    LibrarySource,
+    ProbeResult,
+    compat_drivers,
+    gpu_backends,
+    remember,
+    remembered,
+)
+from perdure.spi.runtime import BackgroundTimer
 
 log = logging.getLogger("perdure.engine")
 
@@ -59,7 +64,7 @@ def test(source: LibrarySource) -> ProbeResult:
             source.folder.name,
         )
     with tempfile.TemporaryDirectory(prefix="perdure-probe-") as folder:
-        from perdure.engine.llama.native import toy_gguf
+        from perdure.ext.builds import toy_gguf
 
         for kind in toy_gguf.TYPES:
             toy_gguf.write(Path(folder) / f"{kind}.gguf", kind)

@@ -17,17 +17,18 @@ from typing import Any
 
 import pytest
 
-from libraries.conftest import FILES, KEPT, LIBRARY, Registry, everything, package_of
-from perdure import EngineLibraryError, LibraryFetchError, libraries, system
-from perdure.libraries import archive as archives
-from perdure.libraries import package as packages
-from perdure.libraries.package import PACKAGES
+import perdure.ext.builds as libraries
+from ext.builds.conftest import FILES, KEPT, LIBRARY, Registry, everything, package_of
+from perdure import EngineLibraryError, LibraryFetchError, system
+from perdure.ext.builds import archive as archives
+from perdure.ext.builds import package as packages
+from perdure.ext.builds.package import PACKAGES
 from serving import npm_archive, put_npm
 
 CHILD = """
 import json, sys
-from perdure.libraries import Package, install, package
-import perdure.libraries.installation
+from perdure.ext.builds import Package, install, package
+import perdure.ext.builds.installation
 package.PACKAGES = (Package(**json.loads(sys.argv[1])),)
 def progress(done, total):
     print(done, total, flush=True)
@@ -106,7 +107,7 @@ class TestWrongArchives:
         def unpack(*_: object) -> None:
             raise AssertionError("it was unpacked")
 
-        monkeypatch.setattr("perdure.libraries.installation.unpack", unpack)
+        monkeypatch.setattr("perdure.ext.builds.installation.unpack", unpack)
 
     def test_another_archive_of_the_same_size_is_refused(self, registry: Registry) -> None:
         body = bytearray(registry.page.body)
@@ -125,7 +126,7 @@ class TestWrongArchives:
         self, registry: Registry, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("perdure.libraries.installation.unpack", archives.unpack)
+            patch.setattr("perdure.ext.builds.installation.unpack", archives.unpack)
             before = libraries.install()
         (before.folder / "libggml-base.so").write_bytes(b"damaged")
         registry.site.pages.clear()

@@ -12,11 +12,13 @@ from urllib.parse import unquote
 
 import pytest
 
-from libraries.conftest import FILES, Registry, package_of
-from perdure import FetchError, LibraryFetchError, libraries
-from perdure.libraries import package as packages
-from perdure.libraries import runtime
-from perdure.libraries.npm_registry import npm_settings
+import perdure.ext.builds as libraries
+from ext.builds.conftest import FILES, Registry, package_of
+from perdure import FetchError, LibraryFetchError
+from perdure.engine.llama.native import nvidia
+from perdure.ext.builds import package as packages
+from perdure.ext.builds import runtime
+from perdure.ext.builds.npm_registry import npm_settings
 from perdure.models import WheelSource
 from perdure.models.fetching.package_index import pip_settings
 from perdure.models.fetching.wheel import fetch_wheel
@@ -216,7 +218,7 @@ def test_no_network_is_told_with_what_to_look_at(user: Path) -> None:
 
 def test_an_answer_without_an_end_is_left(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     """A list of versions, and an index, are read up to a limit."""
-    monkeypatch.setattr("perdure.libraries.npm_registry._LISTING_BYTES", 1000)
+    monkeypatch.setattr("perdure.ext.builds.npm_registry._LISTING_BYTES", 1000)
     registry.site.pages[f"/{registry.package.name}"].body = bytes(1001)
     with pytest.raises(LibraryFetchError, match="more than the 1000 bytes"):
         libraries.install()
@@ -240,7 +242,7 @@ def test_nvidias_runtime_comes_from_the_same_index_by_its_digests(
     (user / "pip.conf").write_text(f"[global]\nindex-url={here.url}/simple\n")
     pins = (("nvidia_toy-1.0-py3-none-any.whl", hashlib.sha256(data).hexdigest()),)
     monkeypatch.setitem(runtime.RUNTIMES, 12, runtime.CudaRuntime(12, len(data), pins))
-    monkeypatch.setattr(runtime, "_TOOLKITS", ())
+    monkeypatch.setattr(nvidia, "_TOOLKITS", ())
     runtime.install_runtime(12)
     assert runtime.has_runtime(12)
     assert sorted(path.name for path in runtime.RUNTIMES[12].folder.rglob("*.so.12")) == [

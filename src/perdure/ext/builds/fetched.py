@@ -5,17 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from perdure import libraries
-from perdure.config import settings
-from perdure.engine.llama.native.source import LibrarySource, installed_source
-from perdure.libraries.machine import ranked, read_machine
-from perdure.libraries.runtime import install_runtime
-from perdure.models.registry import Progress
+from perdure.ext.builds.installation import install
+from perdure.ext.builds.machine import ranked, read_machine
+from perdure.ext.builds.package import default_backend
+from perdure.ext.builds.runtime import install_runtime
+from perdure.spi.base import settings
+from perdure.spi.libraries import LibrarySource, installed_source
+from perdure.spi.models import MUCH, Progress
 
 log = logging.getLogger("perdure.engine")
-
-MUCH = 50_000_000
-"""Bytes that are fetched without a question."""
 
 
 def fetch_library(
@@ -28,18 +26,18 @@ def fetch_library(
     """
     backend = settings().engine
     if backend not in (None, "auto"):
-        return installed_source(libraries.install(backend, progress), "fetched")
+        return installed_source(install(backend, progress), "fetched")
     machine = read_machine()
     best = next(iter(ranked(machine)), None)
-    if best is None or not machine.has_gpu or best.package.backend == libraries.default_backend():
-        return installed_source(libraries.install(progress=progress), "fetched")
+    if best is None or not machine.has_gpu or best.package.backend == default_backend():
+        return installed_source(install(progress=progress), "fetched")
     what = f"{best.package} ({best.megabytes}): {best.reason}"
     small = best.nbytes <= MUCH
     if small or backend == "auto" or (agree is not None and agree(f"found {machine}; {what}", best.nbytes)):
         log.warning("found %s; taking %s", machine, what)
-        entry = libraries.install(best.package.backend, progress)
+        entry = install(best.package.backend, progress)
         if best.runtime is not None:
             install_runtime(best.runtime, progress)
         return installed_source(entry, "fetched")
     log.warning("found %s, which is not used: `perdure engine install` fetches %s", machine, what)
-    return installed_source(libraries.install(progress=progress), "fetched")
+    return installed_source(install(progress=progress), "fetched")

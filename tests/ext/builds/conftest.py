@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from perdure.libraries import package as packages
-from perdure.libraries.package import Package
+from perdure.ext.builds import package as packages
+from perdure.ext.builds.package import Package
 from serving import Page, Site, npm_archive, put_npm, site
 
 # Random bytes: an archive of some size, so that it can be cut in the middle.

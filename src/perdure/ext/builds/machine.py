@@ -20,17 +20,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from perdure import system
-from perdure.atomic import TABLE_BYTES, read_stream
-from perdure.errors import LibraryFetchError, TooLargeError
-from perdure.events.background import BackgroundTimer
-from perdure.libraries import runtime
-from perdure.libraries.package import PACKAGES, SYSTEMS, CudaContents, Package, check_system
-from perdure.libraries.runtime import RUNTIMES
-from perdure.system import processes
+from perdure import LibraryFetchError, TooLargeError
+from perdure.ext.builds import runtime
+from perdure.ext.builds.package import PACKAGES, SYSTEMS, CudaContents, Package, check_system
+from perdure.ext.builds.runtime import RUNTIMES
+from perdure.spi.base import TABLE_BYTES, processes, read_stream, system
+from perdure.spi.libraries import compat_drivers
+from perdure.spi.runtime import BackgroundTimer
 
-HIDING = ("CUDA_VISIBLE_DEVICES", "GGML_VK_VISIBLE_DEVICES")
-"""Variables that hide cards from a library."""
 _SECONDS = 30
 _ORDER = ("cuda", "cuda12", "metal", "vulkan", "cpu")
 """Backends, the fastest first."""
@@ -179,7 +176,7 @@ def read_machine() -> Machine:
     """This machine, as its drivers describe it. They are asked in a child process, which may die."""
     answers = _ask(*system.gpu_libraries())
     if "cuda" in answers:
-        for driver in runtime.compat_drivers()[:1]:
+        for driver in compat_drivers()[:1]:
             answers["compat"] = _ask(str(driver)).get("cuda")
     return machine_of(answers)
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from perdure import system
-from perdure.libraries import machine as module
-from perdure.libraries.machine import Gpu, Machine, fits, installable, machine_of, ranked
-from perdure.libraries.package import PACKAGES, package_for
-from perdure.libraries.runtime import RUNTIMES
+from perdure.ext.builds import machine as module
+from perdure.ext.builds.machine import Gpu, Machine, fits, installable, machine_of, ranked
+from perdure.ext.builds.package import PACKAGES, package_for
+from perdure.ext.builds.runtime import RUNTIMES
 
 H200 = Gpu("NVIDIA H200", (9, 0), 139 << 30)
 RTX_4090 = Gpu("NVIDIA GeForce RTX 4090", (8, 9), 24 << 30)

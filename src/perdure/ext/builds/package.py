@@ -6,8 +6,8 @@ import base64
 import platform
 from dataclasses import dataclass
 
-from perdure import system
-from perdure.errors import LibraryFetchError
+from perdure import LibraryFetchError
+from perdure.spi.base import system
 
 WAYS = (
     "point PERDURE_LLAMA at a build of your own, compile one with `pip install 'perdure[compile]'`, or "

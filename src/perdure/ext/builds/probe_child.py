@@ -22,10 +22,7 @@ _ALIKE = 0.99
 
 
 def main(job: dict[str, Any], models: Path) -> None:
-    from perdure.engine.llama.native.backends import variants
-    from perdure.engine.llama.native.library import Library
-    from perdure.engine.llama.native.source import LibrarySource
-    from perdure.errors import EngineLibraryError
+    from perdure.spi.libraries import EngineLibraryError, Library, LibrarySource, variants
 
     # Before it aborts, a GPU backend says why in its log.
     logging.basicConfig(level=logging.ERROR, format="%(message)s")
@@ -54,7 +51,7 @@ def main(job: dict[str, Any], models: Path) -> None:
 
 def run(library: Any, path: Path) -> None:
     """Decode steps of every size on one model, and all of them in one step: the rows must agree."""
-    from perdure.engine.llama.native.declarations import LlamaBatch
+    from perdure.spi.libraries import LlamaBatch
 
     lib = library.functions
     say(f"a {path.stem} model, loading")
@@ -114,7 +111,7 @@ def say(what: str) -> None:
 def _without_the_rest() -> None:
     """Make `perdure` a package of nothing but its folder: importing all of it takes a second."""
     package = types.ModuleType("perdure")
-    package.__path__ = [str(Path(__file__).parents[3])]
+    package.__path__ = [str(Path(__file__).parents[2])]
     sys.modules["perdure"] = package
 
 

@@ -7,13 +7,13 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from perdure import libraries, system
-from perdure.engine.llama.native import library
-from perdure.engine.llama.native.choice import ChosenLibrary, choose
-from perdure.engine.llama.native.source import candidates
-from perdure.engine.registry import Finding
-from perdure.errors import EngineLibraryError
-from perdure.libraries.machine import HIDING, ranked, read_machine
+from perdure import EngineLibraryError
+from perdure.ext.builds.machine import ranked, read_machine
+from perdure.ext.builds.package import package_for
+from perdure.spi.base import system
+from perdure.spi.engine import Finding
+from perdure.spi.libraries import HIDING, ChosenLibrary, candidates, choose
+from perdure.spi.llama import library
 
 _SLOWER = "it works, perhaps slower; `perdure engine install` or a build of your own may do better"
 _WANTED = ("AVX2", "FMA", "F16C", "AVX512", "NEON", "DOTPROD", "SVE")
@@ -34,7 +34,7 @@ def findings() -> Iterator[Finding]:
     """Which library is used and why, and what died on the way to it. Nothing is fetched by looking."""
     try:
         if not any(candidates()):
-            package = libraries.package_for()
+            package = package_for()
             text = f"there is no llama.cpp library yet; {package} is fetched when it is first needed"
             yield Finding("engine", "ok", text)
             return

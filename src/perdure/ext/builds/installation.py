@@ -13,18 +13,15 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from perdure import system
-from perdure.atomic import atomic_write
-from perdure.config import settings
-from perdure.errors import FetchError, LibraryFetchError
-from perdure.libraries import package as packages
-from perdure.libraries.archive import is_library, is_licence, unpack, verify
-from perdure.libraries.local_libraries import MANIFEST, Installed, damaged, find, installed, read_entry
-from perdure.libraries.npm_registry import fetch_archive
-from perdure.libraries.package import Package, package_for
-from perdure.libraries.runtime import RUNTIMES, remove_runtime
-from perdure.models.fetching.download import check_free_space, fetch_lock, forget
-from perdure.models.registry import Progress
+from perdure import FetchError, LibraryFetchError
+from perdure.ext.builds import package as packages
+from perdure.ext.builds.archive import is_library, is_licence, unpack, verify
+from perdure.ext.builds.npm_registry import fetch_archive
+from perdure.ext.builds.package import Package, package_for
+from perdure.ext.builds.runtime import RUNTIMES, remove_runtime
+from perdure.spi.base import atomic_write, settings, system
+from perdure.spi.libraries import MANIFEST, Installed, damaged, find, installed, read_entry
+from perdure.spi.models import Progress, check_free_space, fetch_lock, forget
 
 _UNFINISHED = ".new-"
 _CHUNK = 1 << 20

@@ -9,11 +9,10 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from perdure import system
-from perdure.errors import LibraryFetchError, TooLargeError
-from perdure.libraries.package import Package
-from perdure.models.fetching.download import mistake
-from perdure.models.fetching.wheel import open_tar
+from perdure import LibraryFetchError, TooLargeError
+from perdure.ext.builds.package import Package
+from perdure.spi.base import system
+from perdure.spi.models import mistake, open_tar
 
 _CHUNK = 1 << 20
 _MOST_FILES = 200

@@ -14,11 +14,10 @@ from pathlib import Path
 
 import pytest
 
+import perdure.ext.builds as libraries
 from engine.shims import cpu_variants, empty_library, needs_compiler, shim
-from perdure import libraries
-from perdure.engine.llama.native import choice, fetched, guard, library, probe, probe_results, source
+from perdure.engine.llama.native import choice, guard, library, probe_results, source
 from perdure.engine.llama.native.backends import BUILT_IN
-from perdure.engine.llama.native.causes import cause_of, last_words
 from perdure.engine.llama.native.declarations import (
     FUNCTIONS,
     OPTIONAL,
@@ -28,7 +27,9 @@ from perdure.engine.llama.native.declarations import (
 )
 from perdure.engine.llama.native.source import LibrarySource
 from perdure.errors import EngineLibraryError
-from perdure.libraries.package import PACKAGES
+from perdure.ext.builds import fetched, probe
+from perdure.ext.builds.causes import cause_of, last_words
+from perdure.ext.builds.package import PACKAGES
 
 pytestmark = needs_compiler
 
@@ -124,13 +125,13 @@ def test_m1_one_is_fetched_where_the_compiled_one_dies(
     def compiled(folder: Path) -> LibrarySource:
         return LibrarySource(kind="llama-cpp-python", folder=folder, version="1")
 
-    def no_network() -> LibrarySource:
+    def no_network(*_: object) -> LibrarySource:
         raise EngineLibraryError("there is no network")
 
     dying, sound = shim(tmp_path / "dying", AT_STEP=1), shim(tmp_path / "sound")
     monkeypatch.delenv("PERDURE_LLAMA", raising=False)
     monkeypatch.setattr(source, "llama_cpp_python", lambda: compiled(dying))
-    monkeypatch.setattr(fetched, "fetch_library", lambda: replace(compiled(sound), kind="fetched"))
+    monkeypatch.setattr(fetched, "fetch_library", lambda *_: replace(compiled(sound), kind="fetched"))
     chosen = choice.choose()
     assert chosen.source.kind == "fetched"
     assert [failed.folder for failed in chosen.passed] == [str(dying)]

@@ -18,12 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote, urlsplit
 
-from perdure.atomic import read_text
-from perdure.errors import FetchError, LibraryFetchError
-from perdure.libraries.package import WAYS, Package
-from perdure.models.fetching.download import Remote, download, read_page, trust, web
-from perdure.models.registry import Progress
-from perdure.system import processes
+from perdure import FetchError, LibraryFetchError
+from perdure.ext.builds.package import WAYS, Package
+from perdure.spi.base import processes, read_text
+from perdure.spi.models import Progress, Remote, download, read_page, trust, web
 
 if TYPE_CHECKING:
     import httpx
