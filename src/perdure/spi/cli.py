@@ -1,9 +1,19 @@
 """For extensions of the command: options, output and what a command opens."""
 
 from perdure.cli.commands.background import current, private
-from perdure.cli.commands.sessions import awake, figures
+from perdure.cli.commands.sessions import awake, figures, memory_facts
 from perdure.cli.options import groups, shared
-from perdure.cli.options.shared import Json, StoreFolder, Yes, model_names, model_option
+from perdure.cli.options.shared import (
+    AfterAddress,
+    Json,
+    Limit,
+    Namespace,
+    StoreFolder,
+    Yes,
+    model_names,
+    model_option,
+    session_names,
+)
 from perdure.cli.output import terminal, words
 from perdure.cli.output.facts import print_json, tell
 from perdure.cli.output.progress import fetching, file_of, working
@@ -13,8 +23,11 @@ from perdure.cli.runtime import keys_in, opened, session_folder, sessions_in, sh
 from perdure.cli.server_client import Key, Url, ask, server_url
 
 __all__ = [
+    "AfterAddress",
     "Json",
     "Key",
+    "Limit",
+    "Namespace",
     "StoreFolder",
     "Url",
     "Yes",
@@ -26,6 +39,7 @@ __all__ = [
     "file_of",
     "groups",
     "keys_in",
+    "memory_facts",
     "model_names",
     "model_option",
     "note",
@@ -34,6 +48,7 @@ __all__ = [
     "private",
     "server_url",
     "session_folder",
+    "session_names",
     "sessions_in",
     "shared",
     "shared_keys",

@@ -14,7 +14,7 @@ from cli.pty_user import COMMAND, terminal, terminal_environment
 from perdure import LibraryFetchError
 from perdure.ext.images import fetched
 from perdure.models.fetching.package_index import fetched_wheel
-from perdure.spi.libraries import unpack_wheels
+from perdure.spi.models import unpack_wheels
 
 from .pictures import picture
 

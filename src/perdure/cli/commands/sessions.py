@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from perdure.cli.commands import memories
 from perdure.cli.options.shared import (
     AfterName,
     Json,
@@ -32,7 +31,7 @@ from perdure.engine_config import N_CTX, EngineConfig
 from perdure.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from perdure import Message, Runtime, Session, Turn
+    from perdure import Message, Runtime, Session, SessionMemory, Turn
     from perdure.sessions.info import SessionInfo
     from perdure.sessions.pending_info import PendingInfo
 
@@ -313,7 +312,7 @@ def label(
     """
     with sessions_in(store, readonly=False) as sessions:
         memory = sessions.get(name, namespace).label(label, kind=kind, turn=turn, note=note)
-    tell(as_json, memory.address, memories.plain(memory))
+    tell(as_json, memory.address, memory_facts(memory))
 
 
 def rm(
@@ -421,4 +420,17 @@ app.command()(rm)
 app.command()(sleep)
 app.command()(wake)
 app.command()(sizes)
-app.add_typer(memories.app, name="memories")
+
+
+def memory_facts(memory: SessionMemory) -> dict[str, Any]:
+    return {
+        "address": memory.address,
+        "session": memory.session,
+        "namespace": memory.namespace,
+        "turn": memory.turn,
+        "label": memory.label,
+        "kind": memory.kind,
+        "note": memory.note,
+        "digest": memory.digest.hex(),
+        "created": memory.created,
+    }

@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 
 from perdure import EngineLibraryError
-from perdure.spi.base import settings, system
+from perdure.spi.base import read_text, settings, system
 from perdure.spi.libraries import candidates
 from perdure.spi.models import Progress, unpack_wheels
 
@@ -55,7 +55,7 @@ class Wheel:
 @cache
 def wheels() -> tuple[Wheel, ...]:
     """Those for this machine."""
-    known = json.loads(Path(__file__).with_name("wheels.json").read_text(encoding="utf-8"))
+    known = json.loads(read_text(Path(__file__).with_name("wheels.json")))
     return tuple(each for each in (Wheel(file, *pin) for file, pin in known.items()) if each.fits)
 
 

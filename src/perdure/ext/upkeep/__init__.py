@@ -8,6 +8,7 @@ archive_file  plain files in one tar, each with a digest: exports and backups
 export     a session as one file that can be moved
 importing  what is taken of such a file, and what is left out
 moving     `perdure sessions export`, `import`
+memories   `perdure sessions memories`: labelled points of sessions
 commands   `perdure backup`, `restore`, `sessions verify`, `sessions migrate`
 cache      `perdure cache`: computed state listed, warmed, cleared, verified
 """
@@ -29,6 +30,7 @@ EXTENSION = Extension(
         ExtensionCommand(name="cache", target="perdure.ext.upkeep.cache:app", section="What is kept"),
         ExtensionCommand(name="export", target="perdure.ext.upkeep.moving:export", below="sessions"),
         ExtensionCommand(name="import", target="perdure.ext.upkeep.moving:import_", below="sessions"),
+        ExtensionCommand(name="memories", target="perdure.ext.upkeep.memories:app", below="sessions"),
         ExtensionCommand(name="verify", target=f"{_COMMANDS}:verify", below="sessions"),
         ExtensionCommand(name="migrate", target=f"{_COMMANDS}:migrate", below="sessions"),
     ),

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from perdure.cli.options.shared import AfterAddress, Json, Limit, Namespace, StoreFolder, session_names
-from perdure.cli.output import terminal, words
-from perdure.cli.output.facts import print_json, tell
-from perdure.cli.runtime import sessions_in
-from perdure.errors import AmbiguousError
-
-if TYPE_CHECKING:
-    from perdure import SessionMemory
+from perdure import AmbiguousError
+from perdure.spi.cli import (
+    AfterAddress,
+    Json,
+    Limit,
+    Namespace,
+    StoreFolder,
+    memory_facts,
+    print_json,
+    session_names,
+    sessions_in,
+    tell,
+    terminal,
+    words,
+)
 
 app = typer.Typer(help="Labelled points of sessions.", no_args_is_help=True)
 
@@ -42,7 +49,7 @@ def search(
             label=label, kind=kind, text=text, session=session, namespace=namespace, limit=limit, after=after
         )
     if as_json:
-        print_json([plain(memory) for memory in memories])
+        print_json([memory_facts(memory) for memory in memories])
         return
     for memory in memories:
         terminal.write(f"{memory.address}{f'  {memory.note}' if memory.note else ''}\n")
@@ -80,17 +87,3 @@ def forget(
     with sessions_in(store, readonly=False) as sessions:
         sessions.memories.forget(address, namespace)
     tell(as_json, f"forgot {address}", {"forgotten": address})
-
-
-def plain(memory: SessionMemory) -> dict[str, Any]:
-    return {
-        "address": memory.address,
-        "session": memory.session,
-        "namespace": memory.namespace,
-        "turn": memory.turn,
-        "label": memory.label,
-        "kind": memory.kind,
-        "note": memory.note,
-        "digest": memory.digest.hex(),
-        "created": memory.created,
-    }
