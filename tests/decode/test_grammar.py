@@ -18,7 +18,8 @@ import perdure
 from counting import calls_of
 from decode.observed import check_delivery, outcome, read, trouble
 from perdure import Grammar, GrammarError, InvalidInputError, Model, Reply, Runtime, models
-from perdure.decode.sampling.grammar import Grammars, Matcher
+from perdure.decode.sampling.grammar import Grammars
+from perdure.decode.sampling.matcher import Matcher
 from perdure.testing.toy import ToyModel
 
 SCHEMAS: dict[str, Any] = {

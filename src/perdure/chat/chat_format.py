@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack
 
 from perdure.backend import Backend
 from perdure.chat.formats.registry import detect
 from perdure.chat.message import Message, Tool, parse_messages
 from perdure.chat.options import ChatKeywords, ChatOptions, TurnKeywords
 from perdure.chat.parsing.call_writer import CallForm
-from perdure.chat.parsing.family import Family, Thought, reasoned
+from perdure.chat.parsing.family import Family
 from perdure.chat.parsing.reply_parser import ReplyParser
 from perdure.chat.past_conversations import PastConversation
 from perdure.chat.prompt_builder import (
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from perdure.chat import plans
     from perdure.chat.plans import ContextWindow
     from perdure.chat.prefetch import Prefetcher
+    from perdure.decode.sampling.grammar import Grammar
 
 
 ReplyListener: TypeAlias = Callable[
@@ -544,7 +545,8 @@ class ChatFormat:
         return frozenset(tokens) - self._backend.model.ends
 
     def _tools(self, options: ChatOptions, settings: Mapping[str, Any]) -> tuple[tuple[Tool, ...], Any]:
-        """The tools that may be called, and what holds the reply to them where it must be a call."""
+        """The tools that may be called, and what holds the reply to them: all of it where it must be a call,
+        else its calls."""
         choice = options.tool_choice
         if isinstance(choice, Mapping):
             function = choice.get("function")
@@ -552,8 +554,10 @@ class ChatFormat:
             if not isinstance(named, str):
                 raise InvalidInputError('tool_choice names a function: {"function": {"name": …}}')
             choice = named
-        if choice in ("none", "auto"):
-            return (options.tools if choice == "auto" else ()), None
+        if choice == "none":
+            return (), None
+        if choice == "auto":
+            return options.tools, self._lazy_calls(options, settings)
         tools = options.tools if choice == "required" else tuple(t for t in options.tools if t.name == choice)
         if not tools:
             names = ", ".join(tool.name for tool in options.tools) or "none was given"
@@ -564,6 +568,17 @@ class ChatFormat:
         # Two calls are not asked for where the template would not write them back.
         parallel = options.parallel_tool_calls and (form.parallel or not form.exact)
         return tools, form.writer.grammar(tools, parallel=parallel, control=self._control)
+
+    def _lazy_calls(self, options: ChatOptions, settings: Mapping[str, Any]) -> Grammar | None:
+        if not options.tools or options.unchecked_calls:
+            return None
+        # A grammar holds all of the reply, and processors are the caller's own way to steer it.
+        if any(settings.get(name) for name in ("grammar", "schema", "regex", "processors")):
+            return None
+        from perdure.chat.parsing.lazy_calls import lazy_calls
+
+        parallel, writer = options.parallel_tool_calls, self.call_form.writer
+        return lazy_calls(self.family, writer, options.tools, parallel=parallel, control=self._control)
 
     @property
     def prefetcher(self) -> Prefetcher:
@@ -593,7 +608,12 @@ class ChatFormat:
         """A request whose grammar lets the model think first, where the prompt has it think."""
         if request.grammar is None or (prompt.prefill is not None and prompt.prefill.part == "content"):
             return request
-        thought: Thought = "opened" if prompt.thinking else "none"
+        if (openers := request.grammar.openers) is not None:
+            openers = replace(openers, quoted=prompt.thinking)
+            return replace(request, grammar=replace(request.grammar, openers=openers))
+        from perdure.chat.parsing.reasoned import reasoned
+
+        thought: Literal["opened", "none"] = "opened" if prompt.thinking else "none"
         grammar = reasoned(request.grammar, self.family, thought, is_call=is_call, control=self._control)
         return replace(request, grammar=grammar)
 
@@ -610,7 +630,9 @@ class ChatFormat:
 
         markers = self.family.reasoning
         assert markers is not None
-        if answer.grammar is not None:
+        if answer.grammar is not None and answer.grammar.openers is None:
+            from perdure.chat.parsing.reasoned import reasoned
+
             grammar = reasoned(answer.grammar, self.family, "closed", is_call=is_call, control=self._control)
             answer = replace(answer, grammar=grammar)
         return plans.reasoning_budget(

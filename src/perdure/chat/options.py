@@ -35,6 +35,9 @@ class ChatOptions:
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = option(True, help="whether a reply may call several tools")
+    unchecked_calls: bool = option(
+        False, help="whether the arguments of a call may be anything, also what the tool's schema rules out"
+    )
     reasoning: ReasoningMode = option(
         "capture", help="what becomes of the model's reasoning: part of the text, left out, or apart"
     )
@@ -132,6 +135,7 @@ class TurnKeywords(ReplyKeywords, total=False):
     tools: Sequence[Tool | Mapping[str, Any] | Callable[..., Any]] | None
     tool_choice: ToolChoice
     parallel_tool_calls: bool
+    unchecked_calls: bool
     reasoning: ReasoningMode
     reasoning_budget: int | None
     overflow: Overflow

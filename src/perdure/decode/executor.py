@@ -379,7 +379,7 @@ class Executor:
                 each.watched = watching and hub.watches(group.event_id)
                 if each.watched:
                     drawings.append((group, each, seq, count - 1, len(each.tokens)))
-                if (rule := each.compiled) is not None:
+                if (rule := each.compiled) is not None and not (draft and each.is_lazy):
                     position = len(each.tokens)
                     plain.append((seq, count - 1, each, rule, position, chunk))
                     if draft:

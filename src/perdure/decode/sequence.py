@@ -37,7 +37,8 @@ from perdure.engine.row_kernels import NothingToDraw
 from perdure.errors import ContextOverflow, GrammarError, InvalidInputError
 
 if TYPE_CHECKING:
-    from perdure.decode.sampling.grammar import Grammars, Matcher
+    from perdure.decode.sampling.grammar import Grammars
+    from perdure.decode.sampling.matcher import LazyMatcher, Matcher
     from perdure.engine.inspection import StepLogits, Trace
     from perdure.engine.logits import LogitsView
     from perdure.engine.state import Checkpoint
@@ -96,7 +97,7 @@ class TokenSequence:
         ends: frozenset[int],
         piece: Callable[..., bytes],
         sampler: Sampler,
-        matcher: Matcher | None,
+        matcher: Matcher | LazyMatcher | None,
         limit: int,
         push: Callable[[Sequence[Delta]], bool],
         media: Sequence[tuple[int, int]] = (),
@@ -138,15 +139,17 @@ class TokenSequence:
         """How many tokens there are when it is next asked whether the reply ends here."""
         self._push = push
         self._text = self._text_behind(request.reply_prefix[request.emitted :])
-        self._text_decides = bool(request.stops) or matcher is not None
+        self._has_stops = bool(request.stops)
         self.undelivered: list[tuple[int, tuple[TokenLogprob, ...]]] = []
         self._parts: list[str] = []
         self._logprobs: list[TokenLogprob] = []
         self._prompt_logprobs: list[TokenLogprob] = []
         self.end: int | None = None
         """The token with which the model ended it."""
-        self.compiled = None if self.steered else CompiledChain.of(sampler, request.logprobs)
-        """Its chain, where the compiled path can run it."""
+        self.is_lazy = request.grammar is not None and request.grammar.openers is not None
+        """Whether a draw may begin to steer the next."""
+        is_steered = bool(request.processors) or (matcher is not None and not self.is_lazy)
+        self._chain = None if is_steered else CompiledChain.of(sampler, request.logprobs)
         self.scoring = request.prompt_logprobs is not None and index == 0 and self.prompt_length > 1
         """Whether rows of the prompt are wanted of the next tokens."""
         self._forces = (
@@ -214,9 +217,14 @@ class TokenSequence:
         self.scoring = len(self._prompt_logprobs) < self.prompt_length - 1
 
     @property
+    def compiled(self) -> CompiledChain | None:
+        """Its chain, where the compiled path can run it now."""
+        return None if self.is_lazy and self.steered else self._chain
+
+    @property
     def steered(self) -> bool:
-        """Whether processors or a grammar have a say in what is drawn."""
-        return bool(self.request.processors) or self._matcher is not None
+        """Whether processors or a grammar have a say in what is drawn next."""
+        return bool(self.request.processors) or (self._matcher is not None and self._matcher.awake)
 
     def select(self, context: Context, row: int, seq: int) -> Candidates:
         """What can be drawn next from a row of logits."""
@@ -226,6 +234,8 @@ class TokenSequence:
             self._view = view = context.logits(row, seq)
             self._best = tuple(view.top(min(request.logprobs, view.size))) if request.logprobs else ()
         if not self.steered:
+            if self.watched and self.is_lazy:
+                self.allowed.append(context.n_vocab)
             return context.read_row(self.sampler.select, row, seq)
         try:
             if not request.processors:
@@ -247,7 +257,7 @@ class TokenSequence:
     def _allowed(self, row: Floats) -> Candidates:
         """What of a row the grammar allows."""
         matcher = self._matcher
-        if matcher is None:
+        if matcher is None or not matcher.awake:
             return self.sampler.select(row)
         if self.watched:
             mask = np.unpackbits(matcher.mask(), count=len(row), bitorder="little")
@@ -310,7 +320,9 @@ class TokenSequence:
             return
         self.tokens.append(token)
         self._logprobs.extend(new)
-        if self._text_decides or len(self.tokens) >= self._check_at:
+        matcher = self._matcher
+        decides = self._has_stops or (matcher is not None and matcher.awake)
+        if decides or len(self.tokens) >= self._check_at:
             self.deliver()
             self._decide(token, new)
         else:
@@ -583,7 +595,7 @@ def make_group(
     if request.adapters is not None or adapters.default is not None:
         chosen = adapters.choose(request.adapters, ids)
     group = SequenceGroup(len(ids), canceller, deadline)
-    matchers: list[Matcher | None] = [None] * request.n
+    matchers: list[Matcher | LazyMatcher | None] = [None] * request.n
     if request.grammar is not None:
         from perdure.decode.sampling.grammar_checker import GrammarLate
 
@@ -624,9 +636,14 @@ def _media_in(ids: NDArray[np.int32], request: Request) -> list[tuple[int, int]]
     return spans(ids)
 
 
-def _matcher(request: Request, grammars: Grammars, deadline: float | None) -> Matcher:
+def _matcher(request: Request, grammars: Grammars, deadline: float | None) -> Matcher | LazyMatcher:
     assert request.grammar is not None
-    matcher = grammars.matcher(request.grammar, request.namespace, deadline)
+    grammar, namespace = request.grammar, request.namespace
+    matcher: Matcher | LazyMatcher
+    if grammar.openers is None:
+        matcher = grammars.matcher(grammar, namespace, deadline)
+    else:
+        matcher = grammars.lazy_matcher(grammar, namespace, deadline, visible=request.visible_tokens)
     for token in request.reply_prefix:
         matcher.consume(token)
     return matcher

@@ -7,10 +7,8 @@ from perdure.chat.media.sound import is_sound
 from perdure.chat.message import Image, parse_messages
 from perdure.chat.normaliser import MessageNormaliser
 from perdure.chat.options import ChatOptions
-from perdure.chat.parsing import Malformed
+from perdure.chat.parsing import ID, INDEX, Malformed
 from perdure.chat.parsing.call_writer import (
-    ID,
-    INDEX,
     LONGEST_HEADER,
     SPACE,
     CallForm,
@@ -18,7 +16,6 @@ from perdure.chat.parsing.call_writer import (
     CallParser,
     CallText,
     CallWriter,
-    Rules,
     filled,
     marks_in,
 )
@@ -34,6 +31,7 @@ from perdure.chat.parsing.family import (
 from perdure.chat.parsing.json_calls import JsonObjectsParser, decoded_string
 from perdure.chat.parsing.json_scanner import BoundedText, JsonScanner
 from perdure.chat.parsing.reply_parser import parse_reply
+from perdure.chat.parsing.rules import Rules
 from perdure.chat.past_conversations import PastConversation
 from perdure.chat.plans import SUMMARY_REQUEST, SUMMARY_TRIES, SummaryPasses
 from perdure.chat.prefetch import PAYER, WORTH, reading

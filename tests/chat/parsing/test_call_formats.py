@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from perdure import Tool, ToolCall
 from perdure.chat.formats.registry import family, names
-from perdure.chat.parsing.call_writer import ID, INDEX
+from perdure.chat.parsing import ID, INDEX
 from perdure.chat.parsing.family import Family
 from perdure.chat.parsing.reply_parser import ReplyParser, gather
 

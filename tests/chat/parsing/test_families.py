@@ -19,7 +19,8 @@ from perdure.chat.parsing.arguments import check_arguments
 from perdure.chat.parsing.family import Family
 from perdure.chat.parsing.reply_parser import parse_reply
 from perdure.chat.template.template import Template
-from perdure.decode.sampling.grammar import Grammars, Matcher
+from perdure.decode.sampling.grammar import Grammars
+from perdure.decode.sampling.matcher import Matcher
 from perdure.testing.toy import ToyModel
 
 EXPECTED = {

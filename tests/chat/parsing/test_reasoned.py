@@ -11,7 +11,8 @@ import perdure
 from perdure import GrammarError, Template
 from perdure.chat.formats.registry import family, names
 from perdure.chat.message import Tool, ToolCall
-from perdure.chat.parsing.family import Family, reasoned
+from perdure.chat.parsing.family import Family
+from perdure.chat.parsing.reasoned import reasoned
 from perdure.chat.parsing.reply_parser import parse_reply
 from perdure.decode.sampling.grammar import Grammar, Grammars
 from perdure.testing.toy import ToyModel

@@ -54,6 +54,10 @@ def full() -> ToyModel:
     return ToyModel(FullAttention)
 
 
+def with_marks() -> ToyModel:
+    return ToyModel(marks=["<tool_call>", "</tool_call>"])
+
+
 def sliding() -> ToyModel:
     return ToyModel(SlidingWindow)
 

@@ -2,79 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from perdure.chat.message import Tool, ToolCall
-from perdure.chat.parsing import Malformed
+from perdure.chat.parsing import ID, PLACES, Malformed
 from perdure.errors import GrammarError
 
 if TYPE_CHECKING:
     from perdure.chat.parsing.json_scanner import JsonScanner
+    from perdure.chat.parsing.rules import Rules
     from perdure.decode.sampling.grammar import Grammar
 
 
-_AS_TRAINED = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
-"""The white space in which Python writes JSON, and so the templates that models were trained on."""
 _COMBINING = frozenset(("additionalProperties", "patternProperties", "anyOf", "oneOf", "allOf", "$ref"))
-_ANY_TEXT = "/(?s:.*)/"
-ID, INDEX = "\ue010", "\ue011"
-"""In the pieces of a call: where its id stands, and where its number, which begins at `first_index`. In
-names and arguments they are characters like any other."""
-_PLACES = re.compile(f"({ID}|{INDEX})")
-
-
-class Rules:
-    """Rules of a Lark grammar. `control` maps marks that are control tokens of the model to their ids."""
-
-    def __init__(self, control: Mapping[str, int]) -> None:
-        self._control = control
-        marks = "|".join(re.escape(mark) for mark in sorted(control, key=len, reverse=True))
-        self._marks = re.compile(f"({marks})" if marks else r"(?!)")
-        self._rules: list[str] = []
-
-    def grammar(self, start: str) -> Grammar:
-        from perdure.decode.sampling.grammar import Grammar
-
-        return Grammar.lark("\n".join([f"start: {start}", *self._rules]) + "\n")
-
-    def rule(self, body: str, attributes: str = "") -> str:
-        name = f"r{len(self._rules)}"
-        self._rules.append(f"{name}{attributes}: {body}")
-        return name
-
-    def literal(self, text: str) -> str:
-        """A text of the format: in quotes, but for its control tokens, which go by their ids."""
-        return " ".join(
-            f"<[{self._control[part]}]>" if part in self._control else self.words(part)
-            for part in self._marks.split(text)
-            if part
-        )
-
-    def piece(self, text: str, id_pattern: str) -> str:
-        """A literal with places for an id or a number."""
-        places = {ID: f"/{id_pattern}/", INDEX: "/[0-9]+/"}
-        return " ".join(places.get(part) or self.literal(part) for part in _PLACES.split(text) if part)
-
-    def words(self, text: str) -> str:
-        """A text from outside, such as a name: nothing in it is a control token."""
-        return json.dumps(text, ensure_ascii=False) if text else ""
-
-    def json(self, schema: Mapping[str, Any]) -> str:
-        from perdure.decode.sampling.grammar import check_numbers
-
-        text = json.dumps({**schema, "x-guidance": _AS_TRAINED})
-        check_numbers(schema)
-        return self.rule(f"%json {text}")
-
-    def text(self, close: str) -> str:
-        """Any text up to `close`, and that."""
-        if any(mark in close for mark in self._control):
-            return f"{self.rule(_ANY_TEXT)} {self.literal(close)}"
-        return self.rule(_ANY_TEXT, f"[suffix={json.dumps(close, ensure_ascii=False)}]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,9 +25,13 @@ class CallWriter:
     """The text of calls: `start`, then each call with `between` in the middle, then `end`."""
 
     start: str = ""
+    head: str = ""
+    """What a call begins with, up to its name."""
     between: str = ""
     end: str = ""
     first_index: int = 0
+    holds_all: ClassVar[bool] = False
+    """Whether its grammar holds arguments to all that a schema says."""
     id_pattern: str = "[a-zA-Z0-9]{9}"
     """What a model's own ids are like, for formats that have them; as Mistral wants them, unless given."""
 
@@ -93,15 +40,36 @@ class CallWriter:
         return self.start + self.between.join(written) + self.end
 
     def grammar(self, tools: Sequence[Tool], *, parallel: bool, control: Mapping[str, int]) -> Grammar:
+        from perdure.chat.parsing.rules import Rules
+
         rules = Rules(control)
-        call = rules.rule(" | ".join(rules.rule(self.call_rule(rules, tool)) for tool in tools))
+        return rules.grammar(
+            f"{rules.literal(self.start)} {self.calls_rule(rules, tools, parallel=parallel)}"
+        )
+
+    def calls_rule(self, rules: Rules, tools: Sequence[Tool], *, parallel: bool, begun: str = "") -> str:
+        """Calls up to their end, of which the first stands there up to `begun`."""
+        call = self._any_call(rules, tools)
+        first = self._any_call(rules, tools, begun) if begun else call
         more = f"({rules.literal(self.between)} {call})*" if parallel else ""
-        return rules.grammar(f"{rules.literal(self.start)} {call} {more} {rules.literal(self.end)}")
+        return f"{first} {more} {rules.literal(self.end)}"
+
+    def behind(self, rules: Rules, tools: Sequence[Tool], opener: str, *, parallel: bool) -> str:
+        """What follows an opener that was written, up to the end of the calls."""
+        before = self.start + self.head
+        at = before.find(opener)
+        cut = at + len(opener) if at >= 0 else 0
+        start, begun = self.start[cut:], self.head[: max(0, cut - len(self.start))]
+        return f"{rules.literal(start)} {self.calls_rule(rules, tools, parallel=parallel, begun=begun)}"
+
+    def _any_call(self, rules: Rules, tools: Sequence[Tool], begun: str = "") -> str:
+        return rules.rule(" | ".join(rules.rule(self.call_rule(rules, tool, begun)) for tool in tools))
 
     def call_text(self, call: ToolCall, number: int) -> str:
         raise NotImplementedError
 
-    def call_rule(self, rules: Rules, tool: Tool) -> str:
+    def call_rule(self, rules: Rules, tool: Tool, begun: str = "") -> str:
+        """A call, without the beginning of its `head` that was written."""
         raise NotImplementedError
 
 
@@ -109,6 +77,7 @@ class CallWriter:
 class CallText(CallWriter):
     """A call as a name, and its arguments as a JSON object."""
 
+    holds_all: ClassVar[bool] = True
     head: str
     middle: str
     tail: str = ""
@@ -117,8 +86,9 @@ class CallText(CallWriter):
         head, middle, tail = (filled(each, call, number) for each in (self.head, self.middle, self.tail))
         return head + call.name + middle + call.arguments + tail
 
-    def call_rule(self, rules: Rules, tool: Tool) -> str:
-        head, middle, tail = (rules.piece(e, self.id_pattern) for e in (self.head, self.middle, self.tail))
+    def call_rule(self, rules: Rules, tool: Tool, begun: str = "") -> str:
+        pieces = (self.head.removeprefix(begun), self.middle, self.tail)
+        head, middle, tail = (rules.piece(each, self.id_pattern) for each in pieces)
         return f"{head} {rules.words(tool.name)} {middle} {rules.json(strict(tool.parameters))} {tail}"
 
 
@@ -148,7 +118,7 @@ def strict(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 def filled(piece: str, call: ToolCall, number: int) -> str:
     """A piece of a call with its id and its number in their places."""
-    return _PLACES.sub(lambda place: call.id if place[0] == ID else str(number), piece)
+    return PLACES.sub(lambda place: call.id if place[0] == ID else str(number), piece)
 
 
 Event = tuple[Literal["id", "name", "arguments", "end", "channel"], str]

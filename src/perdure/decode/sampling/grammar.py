@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import math
+import re
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -13,10 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-import numpy as np
-from numpy.typing import NDArray
-
 from perdure.decode.sampling.grammar_checker import GrammarLate, GrammarTimeout, Vocabulary, checker
+from perdure.decode.sampling.matcher import LazyMatcher, Matcher, Openers, brief, reason_of
 from perdure.engine.model import EngineModel
 from perdure.errors import GrammarError
 
@@ -27,8 +26,7 @@ _SPACE = r"( |\n( {0,40}|\t{0,10}))?"
 _KEPT = 256
 """Compiled grammars that a model remembers, and refused ones."""
 _REFUSED = 1024
-_LONGEST = 600
-"""Characters of the library's words in an error."""
+_GRAMMAR_LINE = re.compile(r"\n\s*\d+ \|")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +35,8 @@ class Grammar:
 
     kind: GrammarKind
     text: str
+    openers: Openers | None = None
+    """For a lazy grammar, which begins with free text; None: it holds the whole reply."""
 
     @classmethod
     def json_schema(cls, schema: Any) -> Grammar:
@@ -60,8 +60,8 @@ class Grammar:
         return cls("regex", pattern)
 
     @classmethod
-    def lark(cls, text: str) -> Grammar:
-        return cls("lark", text)
+    def lark(cls, text: str, openers: Openers | None = None) -> Grammar:
+        return cls("lark", text, openers)
 
     @classmethod
     def gbnf(cls, text: str) -> Grammar:
@@ -112,7 +112,7 @@ def _check_bound(name: str, value: object) -> None:
     clamped = max(min(read, _INT_MAX), -_INT_MAX - 1)
     if clamped <= -_INT_MAX or (clamped < value if name in _LOWER else clamped > value):
         raise GrammarError(
-            f"a JSON schema's {name} of {_brief(str(value))} cannot be held to: integers have 64 bits, and "
+            f"a JSON schema's {name} of {brief(str(value))} cannot be held to: integers have 64 bits, and "
             "those beyond 53 bits are rounded. Use a bound that is nearer to zero, or a string with a pattern"
         )
 
@@ -123,7 +123,7 @@ def _check_values(name: str, value: object) -> None:
         part = waiting.pop()
         if isinstance(part, int) and (abs(part) > _INT_MAX or float(part) != part):
             raise GrammarError(
-                f"a JSON schema's {name} has {_brief(str(part))}, which cannot be held to: integers have "
+                f"a JSON schema's {name} has {brief(str(part))}, which cannot be held to: integers have "
                 "64 bits, and those beyond 53 bits are rounded. Use a string"
             )
         if isinstance(part, (list, dict)):
@@ -145,6 +145,8 @@ class Grammars:
         self._refused: OrderedDict[bytes, str] = OrderedDict()
         """Why, by the digest of a grammar."""
         self._making: dict[bytes, threading.Event] = {}
+        self._texts_by_visible: dict[frozenset[int], list[bytes]] = {}
+        self._tokens_by_text: dict[bytes, list[int]] = {}
 
     @functools.cached_property
     def _words(self) -> _Words:
@@ -162,6 +164,21 @@ class Grammars:
     def matcher(self, grammar: Grammar, namespace: str = "", deadline: float | None = None) -> Matcher:
         """A matcher at its start; a grammar that does not compile raises here, before any decoding.
         GrammarLate where the deadline passes first."""
+        return Matcher(self._native(grammar, namespace, deadline).deep_copy(), self._model.n_vocab)
+
+    def lazy_matcher(
+        self,
+        grammar: Grammar,
+        namespace: str = "",
+        deadline: float | None = None,
+        *,
+        visible: frozenset[int] = frozenset(),
+    ) -> LazyMatcher:
+        """The same for a lazy grammar. The control tokens `visible` have a text."""
+        assert grammar.openers is not None
+        return self._lazy(self._native(grammar, namespace, deadline), grammar.openers, visible)
+
+    def _native(self, grammar: Grammar, namespace: str, deadline: float | None) -> Any:
         if grammar.kind not in _KINDS:
             raise GrammarError(f"a grammar is one of {', '.join(_KINDS)}, got {grammar.kind!r}")
         if not isinstance(grammar.text, str):
@@ -173,7 +190,43 @@ class Grammars:
         if native is None:
             with checker.turn(namespace, deadline):
                 native = self._make(digest, grammar, namespace, deadline)
-        return Matcher(native.deep_copy(), self._model.n_vocab)
+        return native
+
+    def _lazy(self, native: Any, openers: Openers, visible: frozenset[int]) -> LazyMatcher:
+        spelling = self._spelling
+        marks = {text.encode() for text in (*openers.texts, *openers.quotes)}
+        if not {bytes([byte]) for mark in marks for byte in mark} <= spelling.keys():
+            spelling = {}
+        # A token that holds an opener and something behind it: nothing but its mask could keep it out.
+        if any(
+            not native.validate_tokens([token])
+            for text in openers.texts
+            for token in self._tokens_within(text.encode())
+        ):
+            spelling = {}
+        return LazyMatcher(native, self._model.n_vocab, openers, self._texts(visible), spelling)
+
+    @functools.cached_property
+    def _spelling(self) -> dict[bytes, int]:
+        """The tokens of single bytes."""
+        return {text: token for token, text in enumerate(self._words.tokens) if len(text) == 1}
+
+    def _texts(self, visible: frozenset[int]) -> list[bytes]:
+        """What each token adds to a reply's text."""
+        if (texts := self._texts_by_visible.get(visible)) is None:
+            texts = list(self._words.tokens)
+            for token in self._words.special_token_ids:
+                texts[token] = texts[token][1:] if token in visible else b""
+            self._texts_by_visible[visible] = texts
+        return texts
+
+    def _tokens_within(self, text: bytes) -> list[int]:
+        """The tokens that hold a text and something behind it, but for control tokens."""
+        if (within := self._tokens_by_text.get(text)) is None:
+            tokens = enumerate(self._words.tokens)
+            within = [token for token, each in tokens if text in each[:-1] and not each.startswith(b"\xff")]
+            self._tokens_by_text[text] = within
+        return within
 
     def _known(self, digest: bytes) -> Any:
         """What was compiled; None where nothing is known of it."""
@@ -230,14 +283,20 @@ class Grammars:
 
         with self._reading:
             tokenizer = self._tokenizer
-        checker.check(grammar.kind, grammar.text, self._words.vocabulary, deadline)
+        begins = "" if grammar.openers is None else grammar.openers.texts[0]
+        checker.check(grammar.kind, grammar.text, self._words.vocabulary, deadline, begins)
         try:
             definition = llguidance.grammar_from(grammar.kind, grammar.text)
             native = llguidance.LLMatcher(tokenizer, definition, log_level=0)
         except ValueError as error:
-            raise GrammarError(f"this {grammar.kind} does not compile: {_brief(str(error))}") from None
+            raise GrammarError(f"this {grammar.kind} does not compile: {brief(str(error))}") from None
+        if native.is_error() and grammar.openers is not None:
+            reason = _GRAMMAR_LINE.split(reason_of(native))[0]
+            raise GrammarError(
+                f"tool calls cannot be held to these schemas: {reason}. Change them, or set unchecked_calls"
+            )
         if native.is_error():
-            raise GrammarError(f"this {grammar.kind} does not compile: {_reason(native)}")
+            raise GrammarError(f"this {grammar.kind} does not compile: {reason_of(native)}")
         try:
             # What this finds out is in all copies.
             Matcher(native, self._model.n_vocab).mask()
@@ -250,56 +309,6 @@ class Grammars:
 class _Compiled:
     native: Any
     namespace: str
-
-
-class Matcher:
-    """One reply's way through a grammar."""
-
-    def __init__(self, native: Any, n_vocab: int) -> None:
-        self._native = native
-        self._forced: list[int] | None = None
-        """Asked for once behind each token."""
-        self._mask: NDArray[np.uint8] = np.zeros(-(-n_vocab // 32) * 4, np.uint8)
-
-    @property
-    def complete(self) -> bool:
-        """Whether nothing more may follow."""
-        return bool(self._native.is_stopped())
-
-    def mask(self) -> NDArray[np.uint8]:
-        """One bit a token: whether it may come next. GrammarError where none may."""
-        self._native.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
-        if self._native.is_error() or not self._mask.any():
-            raise GrammarError(
-                f"the grammar came to a dead end: no token may follow ({_reason(self._native)})"
-            )
-        return self._mask
-
-    def allows(self, token: int) -> bool:
-        """Whether `token` may come next."""
-        return bool(self._native.validate_tokens([token]))
-
-    def forced(self) -> list[int]:
-        """The tokens that must come next, where there is no choice: `mask` allows just the first of them."""
-        if self._forced is None:
-            self._forced = self._native.compute_ff_tokens()
-        return self._forced
-
-    def consume(self, token: int) -> None:
-        self._forced = None
-        if not self._native.consume_token(token):
-            raise GrammarError(f"the grammar refused token {token}: {_reason(self._native)}")
-
-
-def _reason(native: Any) -> str:
-    """The library's own words, without the dump of its state that follows them."""
-    return _brief((native.get_error() or "no reason was given").partition("<state>")[0])
-
-
-def _brief(words: str) -> str:
-    """An error quotes what it is about, which may be a megabyte."""
-    words = words.strip()
-    return words if len(words) <= _LONGEST else f"{words[: _LONGEST // 2]} … {words[-_LONGEST // 2 :]}"
 
 
 class _Words:

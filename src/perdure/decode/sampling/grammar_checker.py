@@ -94,11 +94,14 @@ class Checker:
     def _is_free(self, namespace: str) -> bool:
         return self._compiling[namespace] < _SHARE and self._compiling.total() < _AT_ONCE
 
-    def check(self, kind: str, text: str, vocabulary: Vocabulary, deadline: float | None = None) -> None:
+    def check(
+        self, kind: str, text: str, vocabulary: Vocabulary, deadline: float | None = None, begins: str = ""
+    ) -> None:
         """GrammarError for a grammar that kills or holds the process that compiles it. Whether it compiles is
-        not said."""
+        not said. Tokens are tried behind a reply that `begins` so."""
         marks = [(token, mark.decode("latin-1")) for token, mark in vocabulary.marks]
         job = {"kind": kind, "text": text, "n_vocab": vocabulary.n_vocab, "marks": marks}
+        job["begins"] = begins
         data = json.dumps(job).encode() + b"\n"
         code = self._run(kind, data, deadline)
         if code and code != _OVER_LIMIT:

@@ -75,6 +75,8 @@ def compile_once(job: dict[str, Any]) -> str:
     # The engine does this once for all replies, and the rest for each.
     native.compute_bitmask()
     reply = native.deep_copy()
+    if job["begins"]:
+        reply.consume_tokens(tokens.tokenize_bytes(job["begins"].encode()))
     draw = random.Random(0)
     for _ in range(_WALK):
         start = time.process_time()

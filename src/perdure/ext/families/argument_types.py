@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from perdure.spi.chat import Rules
@@ -72,7 +73,7 @@ def typed(raw: str, kinds: frozenset[str]) -> str:
         return json.dumps(raw, ensure_ascii=False)
     value, is_json = raw.strip(), True
     try:
-        parsed = _WORDS[value] if value in _WORDS else json.loads(value)
+        parsed = _WORDS[value] if value in _WORDS else json.loads(value, parse_constant=no_json)
     except (ValueError, RecursionError):
         parsed, is_json = raw, False
     kind = _KINDS.get(type(parsed), "string")
@@ -81,27 +82,103 @@ def typed(raw: str, kinds: frozenset[str]) -> str:
         fits = True
     if not is_json or ("string" in kinds and (not fits or kind == "string")):
         return json.dumps(raw, ensure_ascii=False)
-    if value in _WORDS:
-        return json.dumps(parsed)
-    try:
-        # NaN and the like are no JSON, though Python reads them.
-        json.dumps(parsed, allow_nan=False)
-    except ValueError:
-        return json.dumps(raw, ensure_ascii=False)
-    return value
+    return json.dumps(parsed) if value in _WORDS else value
+
+
+def no_json(word: str) -> Any:
+    """NaN and the like are no JSON, though Python reads them."""
+    raise ValueError(word)
 
 
 def value_rule(rules: Rules, schema: Any, root: Mapping[str, Any], close: str) -> str:
     """A bare value up to `close`, and that."""
-    kinds, meant = kinds_of(schema, root), resolved(schema, root)
-    if "string" in kinds:
-        values = meant.get("enum") if isinstance(meant.get("enum"), list) else None
-        values = [meant["const"]] if values is None and "const" in meant else values
-        if values and all(isinstance(each, str) for each in values):
-            words = " | ".join(rules.words(each) or _EMPTY for each in values)
-            return f"({words}) {rules.literal(close)}"
-        return rules.text(close)
-    return f"{rules.json(within(schema, root))} {rules.literal(close)}"
+    texts: list[Mapping[str, Any]] = []
+    others: list[Mapping[str, Any]] = []
+    for leaf in leaves(schema, root):
+        kinds = kinds_of(leaf, root)
+        (texts if "string" in kinds else others).append(leaf)
+    kinds = kinds_of(schema, root)
+    alternatives = [text_rule(rules, leaf, close, kinds) for leaf in texts]
+    if others or not texts:
+        json = {"anyOf": others} if texts else schema
+        alternatives.append(f"{rules.json(within(json, root))} {rules.literal(close)}")
+    alternatives = [each for each in alternatives if each]
+    return alternatives[0] if len(alternatives) == 1 else f"({' | '.join(alternatives)})"
+
+
+def leaves(schema: Any, root: Mapping[str, Any], depth: int = 0) -> Iterator[Mapping[str, Any]]:
+    """The alternatives of a schema, each of strings or of anything else."""
+    meant = resolved(schema, root)
+    for word in ("anyOf", "oneOf"):
+        if isinstance(meant.get(word), list) and depth < _DEEPEST:
+            for each in meant[word]:
+                yield from leaves(each, root, depth + 1)
+            return
+    values = meant.get("enum") if isinstance(meant.get("enum"), list) else None
+    values = [meant["const"]] if values is None and "const" in meant else values
+    if values is not None:
+        words = [each for each in values if isinstance(each, str)]
+        numbers = [each for each in values if not isinstance(each, str)]
+        yield from ({"enum": each} for each in (words, numbers) if each)
+        return
+    kinds = kinds_of(meant, root)
+    if "string" in kinds and len(kinds) > 1 and "type" in meant:
+        yield {**meant, "type": "string"}
+        yield {**meant, "type": sorted(kinds - {"string"})}
+        return
+    yield meant
+
+
+_NUMBER = r"\s*-?[0-9][-+0-9.eE]*\s*"
+_LIKE = {
+    "number": _NUMBER,
+    "integer": _NUMBER,
+    "boolean": r"\s*(true|false|True|False)\s*",
+    "null": r"\s*(null|None)\s*",
+    "object": r"\s*\{(?s:.*)",
+    "array": r"\s*\[(?s:.*)",
+}
+"""What a text is read as another type by."""
+_CDATA = r"<!\[CDATA\[(?s:.*)"
+"""A text that is quoted as XML does, which some parsers take the quotes from."""
+
+
+def text_rule(rules: Rules, schema: Mapping[str, Any], close: str, kinds: Collection[str]) -> str:
+    """A bare string up to `close`, and that; empty where no such string can be written. Where other `kinds`
+    are allowed in its place, it looks like none of them."""
+    like = [_LIKE[kind] for kind in sorted(kinds) if kind in _LIKE]
+    if "enum" in schema:
+        words = [
+            each for each in schema["enum"] if not any(re.fullmatch(each_like, each) for each_like in like)
+        ]
+        words = [each for each in words if close.strip() not in each]
+        written = " | ".join(rules.words(each) or _EMPTY for each in words)
+        return f"({written}) {rules.literal(close)}" if words else ""
+    return rules.bare_text(close, _shape(schema), [*like, _CDATA])
+
+
+def _shape(schema: Mapping[str, Any]) -> list[str]:
+    """Patterns that a string has to match as a whole."""
+    shape = []
+    least, most = schema.get("minLength", 0), schema.get("maxLength")
+    if least or most is not None:
+        shape.append(f"(?s:.{{{least},{'' if most is None else most}}})")
+    if isinstance(pattern := schema.get("pattern"), str):
+        # Behind an alternative at the top, an anchor is of that alone.
+        starts = pattern.startswith("^") and not _ALTERNATIVES.search(pattern)
+        ends = pattern.endswith("$") and not pattern.endswith("\\$") and not _ALTERNATIVES.search(pattern)
+        inner = pattern.removeprefix("^") if starts else pattern
+        inner = inner.removesuffix("$") if ends else inner
+        shape.append(f"{'' if starts else '(?s:.*)'}(?:{_slashed(inner)}){'' if ends else '(?s:.*)'}")
+    return shape
+
+
+def _slashed(pattern: str) -> str:
+    return pattern.replace("\\/", "/").replace("/", "\\/").replace("\n", "\\n")
+
+
+_ALTERNATIVES = re.compile(r"^(?:[^()\[\]\\|]|\\.|\((?:[^()\\]|\\.)*\)|\[(?:[^\]\\]|\\.)*\])*\|")
+"""A pattern that has alternatives at its top."""
 
 
 def within(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,15 +10,15 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from perdure import Tool, ToolCall
 from perdure.ext.families.argument_types import (
     kinds_of,
+    leaves,
     members_rule,
     properties_of,
-    resolved,
-    value_rule,
+    text_rule,
     within,
 )
 from perdure.spi.chat import (
@@ -49,11 +49,13 @@ _ATOM = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]
 class _Gemma4Text(CallWriter):
     """`call:name{key:value,…}`."""
 
+    holds_all: ClassVar[bool] = True
+
     def call_text(self, call: ToolCall, number: int) -> str:
         return f"{_OPEN}call:{call.name}{_written(call.parsed)}{_CLOSE}"
 
-    def call_rule(self, rules: Rules, tool: Tool) -> str:
-        head = f"{rules.literal(_OPEN)} {rules.words('call:')} {rules.words(tool.name)}"
+    def call_rule(self, rules: Rules, tool: Tool, begun: str = "") -> str:
+        head = f"{rules.literal(_OPEN.removeprefix(begun))} {rules.words('call:')} {rules.words(tool.name)}"
         return f"{head} {_object_rule(rules, tool.parameters, tool.parameters, 0)} {rules.literal(_CLOSE)}"
 
 
@@ -82,15 +84,32 @@ def _object_rule(rules: Rules, schema: Mapping[str, Any], root: Mapping[str, Any
 
 def _value_rule(rules: Rules, schema: Any, root: Mapping[str, Any], depth: int) -> str:
     """What a schema allows. Where that is not said, a string."""
-    kinds, meant = kinds_of(schema, root), resolved(schema, root)
-    if "string" in kinds or not kinds or depth > _DEEPEST_RULE:
-        return f"{rules.literal(_QUOTE)} {value_rule(rules, {'type': 'string', **meant}, root, _QUOTE)}"
-    if "object" in kinds:
-        return _object_rule(rules, meant, root, depth)
-    if "array" in kinds:
-        item = rules.rule(_value_rule(rules, meant.get("items"), root, depth + 1))
-        return f"{rules.words('[')} ({item} ({rules.words(',')} {item})*)? {rules.words(']')}"
-    return rules.json(within(schema, root))
+    ways = []
+    for leaf in leaves(schema, root):
+        kinds = kinds_of(leaf, root)
+        if "string" in kinds or not kinds or depth > _DEEPEST_RULE:
+            if text := text_rule(rules, leaf, _QUOTE, ()):
+                ways.append(f"{rules.literal(_QUOTE)} {text}")
+            continue
+        if "object" in kinds:
+            ways.append(_object_rule(rules, leaf, root, depth))
+        if "array" in kinds:
+            ways.append(_array_rule(rules, leaf, root, depth))
+        if atoms := sorted(kinds - {"object", "array"}):
+            ways.append(rules.json(within(leaf if "enum" in leaf else {**leaf, "type": atoms}, root)))
+    return rules.rule(" | ".join(ways))
+
+
+def _array_rule(rules: Rules, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> str:
+    least, most = schema.get("minItems", 0), schema.get("maxItems")
+    item = rules.rule(_value_rule(rules, schema.get("items"), root, depth + 1))
+    items = "" if most == 0 else item
+    if items and most != 1:
+        times = f"{{{max(0, least - 1)},{'' if most is None else most - 1}}}"
+        items = f"{item} ({rules.words(',')} {item}){times}"
+    if items and not least:
+        items = f"({items})?"
+    return f"{rules.words('[')} {items} {rules.words(']')}"
 
 
 class Gemma4Calls(CallFormat):
@@ -279,6 +298,6 @@ class _Value:
 GEMMA4 = Family(
     "gemma4",
     Markers(open="<|channel>thought\n", close="<channel|>"),
-    Gemma4Calls(_Gemma4Text()),
+    Gemma4Calls(_Gemma4Text(head=_OPEN)),
     ends=("<|turn>", "<turn|>", "<channel|>", "<|tool_response>"),
 )

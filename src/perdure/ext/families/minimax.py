@@ -78,7 +78,7 @@ class _MiniMaxText(CallWriter):
         inner = "".join(_written(key, value) for key, value in call.parsed.items())
         return f'{_MARK}<invoke name="{call.name}">{inner}{_MARK}</invoke>\n'
 
-    def call_rule(self, rules: Rules, tool: Tool) -> str:
+    def call_rule(self, rules: Rules, tool: Tool, begun: str = "") -> str:
         # The mark is a separate lexeme everywhere: the lexer takes the longest that fits.
         mark = rules.literal(_MARK)
         start, end = f"{mark} {rules.words('<invoke name=' + chr(34))}", f"{mark} {rules.words(_END)}"

@@ -48,7 +48,7 @@ class _MuseText(CallWriter):
     def call_text(self, call: ToolCall, number: int) -> str:
         return f" to={call.name}<|message|>{ATEM.writer.write([call])}"
 
-    def call_rule(self, rules: Rules, tool: Tool) -> str:
+    def call_rule(self, rules: Rules, tool: Tool, begun: str = "") -> str:
         start, end = rules.literal(ATEM.writer.start), rules.literal(ATEM.writer.end)
         head = f"{rules.words(' to=')} {rules.words(tool.name)} {rules.literal('<|message|>')}"
         return f"{head} {start} {ATEM.writer.call_rule(rules, tool)} {end}"

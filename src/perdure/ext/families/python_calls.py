@@ -7,10 +7,17 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from perdure import Tool, ToolCall
-from perdure.ext.families.argument_types import kinds_of, members_rule, properties_of, resolved, within
+from perdure.ext.families.argument_types import (
+    kinds_of,
+    members_rule,
+    no_json,
+    properties_of,
+    resolved,
+    within,
+)
 from perdure.spi.chat import (
     LONGEST_HEADER,
     SPACE,
@@ -26,7 +33,9 @@ from perdure.spi.chat import (
 
 _NAME = re.compile(r"[^\W\d][\w.:/-]*\s*")
 _SINGLE = re.compile(r"[^'\\\n]*")
-_BOUNDING = frozenset(("enum", "const", "pattern", "format", "minLength", "maxLength"))
+_BOUNDING = frozenset(
+    ("enum", "const", "pattern", "format", "minLength", "maxLength", "anyOf", "oneOf", "allOf")
+)
 """What a schema says of a string that single quotes do not see to."""
 _LONGEST = 100_000
 _RUN = re.compile(r"[^\"'\\\n]+")
@@ -55,11 +64,13 @@ class PythonCalls(CallFormat):
 class PythonText(CallWriter):
     """A call with keywords, whose values are JSON: Python's own words for them are read, too."""
 
+    holds_all: ClassVar[bool] = True
+
     def call_text(self, call: ToolCall, number: int) -> str:
         written = (f"{key}={self.value_text(value)}" for key, value in call.parsed.items())
         return f"{call.name}({', '.join(written)})"
 
-    def call_rule(self, rules: Rules, tool: Tool) -> str:
+    def call_rule(self, rules: Rules, tool: Tool, begun: str = "") -> str:
         schema, required = tool.parameters, tool.parameters.get("required") or ()
         members = [
             (rules.rule(f"{rules.words(f'{key}=')} {self.value_rule(rules, each, schema)}"), key in required)
@@ -90,7 +101,7 @@ class ReprText(PythonText):
     def value_rule(self, rules: Rules, schema: Any, root: Mapping[str, Any]) -> str:
         kinds, meant = kinds_of(schema, root), resolved(schema, root)
         as_json = rules.json(within(schema, root))
-        if kinds == {"boolean"}:
+        if kinds == {"boolean"} and not _BOUNDING & meant.keys():
             return '("True" | "False")'
         if kinds != {"string"}:
             return as_json
@@ -341,10 +352,19 @@ def argument(written: str) -> tuple[str | None, str]:
         call = ast.parse(f"_({known[named.end() if named else 0 :]}\n)", mode="eval").body
         if not isinstance(call, ast.Call) or len(call.args) != 1 or call.keywords:
             raise Malformed
-        value = json.dumps(_value(call.args[0]), ensure_ascii=False, allow_nan=False)
-        return named["key"] if named else None, value
+        return named["key"] if named else None, _as_json(known[named.end() if named else 0 :], call.args[0])
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         raise Malformed from None
+
+
+def _as_json(written: str, node: ast.expr) -> str:
+    value = _value(node)
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        # A number that no float holds is JSON all the same.
+        json.loads(written, parse_constant=no_json)
+        return written.strip()
 
 
 def _value(node: ast.expr) -> Any:

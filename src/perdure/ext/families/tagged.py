@@ -6,10 +6,17 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from perdure import Tool, ToolCall
-from perdure.ext.families.argument_types import kinds_of, members_rule, properties_of, typed, value_rule
+from perdure.ext.families.argument_types import (
+    kinds_of,
+    leaves,
+    members_rule,
+    properties_of,
+    typed,
+    value_rule,
+)
 from perdure.ext.families.named import ChosenParser, flexible
 from perdure.spi.chat import (
     LONGEST_HEADER,
@@ -18,6 +25,7 @@ from perdure.spi.chat import (
     CallParser,
     CallWriter,
     JsonObjectsParser,
+    JsonScanner,
     Malformed,
     Rules,
     filled,
@@ -30,6 +38,7 @@ _CDATA = "<![CDATA["
 class TaggedText(CallWriter):
     """A call as a name, and a tag for each argument, with bare strings."""
 
+    holds_all: ClassVar[bool] = True
     head: str
     name_end: str
     key_head: str
@@ -50,13 +59,13 @@ class TaggedText(CallWriter):
         )
         return self.head + call.name + name_end + written + self.tail
 
-    def call_rule(self, rules: Rules, tool: Tool) -> str:
+    def call_rule(self, rules: Rules, tool: Tool, begun: str = "") -> str:
         schema, required = tool.parameters, tool.parameters.get("required") or ()
         members = [
             (self._member(rules, key, each, schema), key in required)
             for key, each in properties_of(schema).items()
         ]
-        start = f"{rules.literal(self.head)} {rules.words(tool.name)}"
+        start = f"{rules.literal(self.head.removeprefix(begun))} {rules.words(tool.name)}"
         some = f"{rules.piece(self._name_end(True), self.id_pattern)} {members_rule(rules, members)}"
         none = rules.piece(self._name_end(False), self.id_pattern)
         if not members:
@@ -69,10 +78,19 @@ class TaggedText(CallWriter):
         return self.name_end if has_arguments or self.name_end_bare is None else self.name_end_bare
 
     def _member(self, rules: Rules, key: str, schema: Any, root: Mapping[str, Any]) -> str:
-        kinds = kinds_of(schema, root)
-        kind = "string" if "string" in kinds or not kinds else next(iter(sorted(kinds)))
-        head = f"{rules.literal(self.key_head)} {rules.words(key)} {rules.literal(self._end_of(kind))}"
-        return rules.rule(f"{head} {value_rule(rules, schema, root, self.value_end)}")
+        head = f"{rules.literal(self.key_head)} {rules.words(key)}"
+        if not self.key_ends:
+            value = value_rule(rules, schema, root, self.value_end)
+            return rules.rule(f"{head} {rules.literal(self.key_end)} {value}")
+        # The end of a key says what its value is.
+        ways = []
+        for leaf in leaves(schema, root):
+            kinds = kinds_of(leaf, root)
+            kind = "string" if "string" in kinds or not kinds else min(kinds)
+            ways.append(
+                f"{rules.literal(self._end_of(kind))} {value_rule(rules, leaf, root, self.value_end)}"
+            )
+        return rules.rule(f"{head} ({' | '.join(ways)})")
 
     def _key_end(self, value: Any) -> str:
         return self._end_of(_kind(value))
@@ -211,6 +229,7 @@ class TaggedParser(CallParser):
         self._tail = ""
         self._close = ""
         self._is_open = False
+        self._json: JsonScanner | None = None
         self._key, self._kind = "", ""
         self._schema: Mapping[str, Any] = {}
         self._arguments = 0
@@ -289,9 +308,32 @@ class TaggedParser(CallParser):
             groups = header.groupdict()
             self._key, self._kind = groups["key"], groups.get("kind") or ""
             self._value, self._tail, self._close = [], "", self._form.parameter_close
-            self._is_open = False
-            self._next = self._in_value
+            self._is_open, self._json = False, None
+            self._next = self._before_value
         return at + 1
+
+    def _before_value(self, text: str, at: int) -> int:
+        if text[at] in SPACE and not self._form.cdata:
+            self._value.append(text[at])
+            return at + 1
+        self._next = self._in_value
+        kind = {"{": "object", "[": "array"}.get(text[at])
+        if kind in self._kinds:
+            self._json, self._next = JsonScanner(), self._in_json
+        return at
+
+    def _in_json(self, text: str, at: int) -> int:
+        """A value that is JSON: in its strings an end tag is a text like any other."""
+        assert self._json is not None
+        try:
+            end = self._json.push(text, at)
+        except Malformed:
+            self._next = self._in_value
+            return at
+        self._value.append(text[at:end])
+        if self._json.done:
+            self._next = self._in_value
+        return end
 
     def _in_value(self, text: str, at: int) -> int:
         """The value up to its end tag. A few characters are kept back: they may begin that tag."""
@@ -331,9 +373,11 @@ class TaggedParser(CallParser):
     def _typed(self, raw: str) -> str:
         if self._kind in ("true", "string"):
             return _json(raw)
-        if self._kind and self._kind != "auto":
-            return typed(raw, frozenset())
-        return typed(raw, kinds_of(properties_of(self._schema).get(self._key), self._schema))
+        return typed(raw, frozenset() if self._kind and self._kind != "auto" else self._kinds)
+
+    @property
+    def _kinds(self) -> frozenset[str]:
+        return kinds_of(properties_of(self._schema).get(self._key), self._schema)
 
 
 def _json(text: str) -> str:
