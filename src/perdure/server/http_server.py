@@ -34,6 +34,7 @@ from perdure.server import direct_write
 from perdure.server.app import rejecting, served
 from perdure.server.core.server_state import ServerState
 from perdure.server.core.settings import Limits
+from perdure.server.tls import LOOK, Certificate
 from perdure.system import processes
 
 log = logging.getLogger("perdure.server")
@@ -117,8 +118,15 @@ class HttpServer(uvicorn.Server):
     the process by themselves.
     """
 
-    def __init__(self, state: ServerState, *, read_settings: Callable[[], None] | None = None) -> None:
-        """`read_settings` has the app state changed to what the config file says now."""
+    def __init__(
+        self,
+        state: ServerState,
+        *,
+        read_settings: Callable[[], None] | None = None,
+        certificate: Certificate | None = None,
+    ) -> None:
+        """`read_settings` has the app state changed to what the config file says now. With a `certificate`,
+        ports speak TLS; Unix sockets, which only this user's programs reach, do not."""
         limits = state.limits
         super().__init__(
             uvicorn.Config(
@@ -139,6 +147,7 @@ class HttpServer(uvicorn.Server):
         self.loop_watch: LoopWatch | None = None
         """Debug mode, while it is on."""
         self._read_settings = read_settings
+        self._certificate = certificate
         self._take_limits()
         self._ends_with_terminal = False
         self._tasks: list[asyncio.Task[None]] = []
@@ -151,10 +160,28 @@ class HttpServer(uvicorn.Server):
         self._state.models.attach_loop(self._loop)
         # What the first call in a thread imports, and that thread: not while the first client waits.
         await anyio.to_thread.run_sync(lambda: None)
-        await super().startup(sockets)
+        await self._listen(sockets or [])
         if self._state.models.is_loaded(self._state.models.first):
             self._state.models.warm_up()
         self._tasks = [asyncio.create_task(_lasting(each, self._state)) for each in brought("tasks")]
+        if self._certificate is not None:
+            self._tasks.append(asyncio.create_task(self._renew(self._certificate)))
+
+    async def _listen(self, sockets: list[socket.socket]) -> None:
+        if self._certificate is None:
+            await super().startup(sockets)
+            return
+        local = [each for each in sockets if is_local(each)]
+        await super().startup(local)
+        listeners = self.servers
+        self.config.ssl = self._certificate.context
+        await super().startup([each for each in sockets if each not in local])
+        self.servers = [*listeners, *self.servers]
+
+    async def _renew(self, certificate: Certificate) -> None:
+        while True:
+            await asyncio.sleep(LOOK)
+            certificate.renew()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await self._drain()
@@ -210,6 +237,8 @@ class HttpServer(uvicorn.Server):
     def reload(self) -> None:
         """Read the keys and the settings again. Requests that are running go on; the next ones are met by
         what was read. Where something is wrong with a file, what it says stays as it was."""
+        if self._certificate is not None:
+            self._certificate.renew()
         try:
             self._state.keys.reload()
             self._state.limit_namespaces()
@@ -305,12 +334,18 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def address(listening: socket.socket) -> str:
+def is_local(listening: socket.socket) -> bool:
+    """Whether it is a Unix socket."""
+    return listening.family not in (socket.AF_INET, socket.AF_INET6)
+
+
+def address(listening: socket.socket, *, tls: bool = False) -> str:
     """Where a socket can be reached."""
-    if listening.family != socket.AF_INET and listening.family != socket.AF_INET6:
+    if is_local(listening):
         return f"unix:{listening.getsockname()}"
+    scheme = "https" if tls else "http"
     host, port = listening.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 # Loop watch: the debug mode of the server. Nothing waits on the event loop, which serves everybody.

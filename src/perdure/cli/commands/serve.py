@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from perdure.server.core.keys import Keys
     from perdure.server.core.server_state import ServerState
     from perdure.server.pool import Selection
+    from perdure.server.tls import Certificate
 
 _OLLAMA = 11434
 _OF_A_MODEL = ", ".join(each.command for each in engine_options().values() if "models" in each.surfaces)
@@ -108,6 +109,25 @@ class ListenOptions:
     ollama: bool = typer.Option(
         False, "--ollama", help=f"Listen on port {_OLLAMA} too, where Ollama's clients look."
     )
+
+    tls_cert: Path | None = typer.Option(
+        None,
+        "--tls-cert",
+        metavar="FILE",
+        help="Speak TLS on ports, with this certificate in PEM. It is read again when it was replaced.",
+    )
+    tls_key: Path | None = typer.Option(
+        None, "--tls-key", metavar="FILE", show_default="in the same file", help="Its key."
+    )
+
+    def certificate(self) -> Certificate | None:
+        from perdure.server.tls import Certificate
+
+        if self.tls_cert is None:
+            if self.tls_key is not None:
+                raise InvalidInputError("--tls-key is the key of a certificate: name that with --tls-cert")
+            return None
+        return Certificate(self.tls_cert, self.tls_key)
 
     def sockets(self, *, with_port: bool) -> list[socket.socket]:
         """What it listens on, bound. A Unix socket is in place of a port, unless that was given too."""
@@ -253,7 +273,8 @@ def serve(
             chosen, config, adapter or (), live.alias or (), isolated=isolated
         )
         kept.check(encrypt_given=is_given(context, "encrypt"))
-        listening = listen.sockets(with_port=is_given(context, "port"))
+        certificate = listen.certificate()
+        listening = Listening(listen.sockets(with_port=is_given(context, "port")), certificate)
     except InvalidInputError as error:
         note(str(error))
         raise typer.Exit(2) from None
@@ -277,7 +298,7 @@ def serve(
             resources.callback(state_file.unlink, missing_ok=True)
         if open_page:
             # The socket listens already: the browser's first request waits there.
-            open_browser(address_of(listening))
+            open_browser(listening.address())
         _run(server_state, SettingsReload(context, host=listen.host), listening)
 
 
@@ -388,17 +409,17 @@ def _one(
 
 def _announce(
     server_state: ServerState,
-    listening: Sequence[socket.socket],
+    listening: Listening,
     kept: StoreOptions,
     config: EngineConfig,
     *,
     isolated: bool,
 ) -> None:
     """Listen, and say where and with what."""
-    for each in listening:
+    for each in listening.sockets:
         each.listen(2048)
     for title, value in (
-        ("address", address_of(listening, " and ")),
+        ("address", listening.address(" and ")),
         ("page", "at that address, in a browser" if server_state.page else "none"),
         *_model_lines(server_state, isolated),
         *_store_lines(kept, config),
@@ -425,22 +446,27 @@ def _store_lines(kept: StoreOptions, config: EngineConfig) -> list[tuple[str, st
     return [("sessions", remote.shown(folder)), ("store", f"{folder}, {state}")]
 
 
-def address_of(listening: Sequence[socket.socket], between: str | None = None) -> str:
-    """The address of the first socket, or all with a word between them."""
-    from perdure.server.http_server import address
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """The sockets of a server, and the certificate of its ports."""
 
-    shown = list(map(address, listening))
-    return shown[0] if between is None else between.join(shown)
+    sockets: Sequence[socket.socket]
+    certificate: Certificate | None
+
+    def address(self, between: str | None = None) -> str:
+        """The address of the first socket, or all with a word between them."""
+        from perdure.server.http_server import address
+
+        shown = [address(each, tls=self.certificate is not None) for each in self.sockets]
+        return shown[0] if between is None else between.join(shown)
 
 
-def _write_state(
-    file: Path, server_state: ServerState, listening: Sequence[socket.socket], folder: Path | None
-) -> None:
+def _write_state(file: Path, server_state: ServerState, listening: Listening, folder: Path | None) -> None:
     models = server_state.models
     several = models.pool is not None and models.pool.room is not None
     running = RunningServer(
         pid=os.getpid(),
-        address=address_of(listening, " and "),
+        address=listening.address(" and "),
         model=", ".join(model.name for model in models.pooled) if several else models.first.name,
         store=str(folder or ""),
         since=time.time(),
@@ -449,7 +475,7 @@ def _write_state(
         out.write(json.dumps(asdict(running)).encode())
 
 
-def _run(server_state: ServerState, reload: SettingsReload, listening: Sequence[socket.socket]) -> None:
+def _run(server_state: ServerState, reload: SettingsReload, listening: Listening) -> None:
     """Serve until a signal stops the process. From now on there is a log."""
     from perdure.server.core.middleware import JsonLinesHandler
     from perdure.server.http_server import HttpServer
@@ -459,9 +485,13 @@ def _run(server_state: ServerState, reload: SettingsReload, listening: Sequence[
     # Engine messages below this level are for developers, and clients that leave are no news.
     for name in ("perdure.llama", "uvicorn.error", "asyncio"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    server = HttpServer(server_state, read_settings=lambda: reload.into(server_state))
+    server = HttpServer(
+        server_state,
+        read_settings=lambda: reload.into(server_state),
+        certificate=listening.certificate,
+    )
     system.freeze_memory()
-    server.run(sockets=list(listening))
+    server.run(sockets=list(listening.sockets))
 
 
 def _model_lines(server_state: ServerState, isolated: bool) -> list[tuple[str, str]]:
