@@ -52,7 +52,7 @@ LAYERS = (
 )
 
 INSIDE: dict[str, tuple[str, ...]] = {
-    "server": ("pool", "core", "protocols", "api", "app", "direct_write", "http_server"),
+    "server": ("pool", "core", "protocols", "api", "app", "direct_write", "tls", "http_server"),
     "cache": (
         "block",
         "sorted_keys",

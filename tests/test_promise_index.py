@@ -57,7 +57,7 @@ What it costs:
 On 2 idle cores (aarch64, Neoverse-N1, 2026-11-18, 88 MB)
 The first token of a session of 502 tokens
 Somebody who can read the folder of the store
-Listening on the network, unless ports speak TLS
+Listening on the network, unless ports speak TLS (`--tls-cert`)
 A caller with a key who uses all the
 Give keys their limits: without them there are bounds
 Prompt injection: a model does what text tells it.
@@ -86,7 +86,7 @@ A client whose connection broke does not know whether
 OpenAI's and Anthropic's libraries send no key by themselves,
 `extra_headers={"Idempotency-Key": str(uuid.uuid4())}`.
 status
-`deploy/` has a unit for systemd and a
+`deploy/` has a unit for systemd and a Dockerfile.
 figure
 limit
 On 2 idle cores (Neoverse N1) with SmolLM2-135M the
