@@ -126,6 +126,7 @@ with perdure.open(sys.argv[1], n_ctx=256) as rt:
     assert int(done.stdout) > 0
 
 
+@pytest.mark.extension("workers")
 def test_an_engine_in_a_child_is_refused_in_a_sentence_where_it_cannot_be() -> None:
     program = """
 import os, perdure

@@ -140,6 +140,11 @@ PLANTED = {
     ),
     "perdure-gpu-reader": (HERE, "test_a_timer_that_fails_says_so"),
     "perdure-grammar": (HERE, "test_a_timer_that_fails_says_so"),
+    "perdure-image-fetch": (HERE, "test_a_timer_that_fails_says_so"),
+    "perdure-image-name": (
+        "ext/images/test_links.py",
+        "test_a_resolver_that_fails_in_any_way_is_told_and_the_image_refused",
+    ),
     "perdure-keys": (HERE, "test_the_keys_of_a_database"),
     "perdure-leases": ("ext/cluster/test_postgres.py", "test_leases_are_renewed_by_a_thread_that_goes_on"),
     "perdure-launch-kill": (HERE, "test_a_timer_that_fails_says_so"),

@@ -21,6 +21,7 @@ import pytest
 
 import perdure
 from perdure import Image, InvalidInputError
+from perdure.events.background import FAILURES
 from perdure.ext.images.links import ImageHost, LinkedImages, check_hosts, is_public
 from perdure.server.core.api_error import ApiError
 from server.live_server import PATIENCE, LiveServer, live_server
@@ -236,6 +237,23 @@ def test_i2_a_host_costs_bounded_bytes_and_seconds(files: tuple[int, list[str]])
         assert "within" in refusal(slow, "https://images.example.org/a.png")
     finally:
         gone.set()
+
+
+def test_a_resolver_that_fails_in_any_way_is_told_and_the_image_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def planted(*_: object) -> list[str]:
+        raise SystemExit(1)
+
+    # Python's own words about a thread that ended are not what is tested here.
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    FAILURES.clear()
+    try:
+        told = refusal(linked("images.example.org", resolve=planted), "https://images.example.org/a.png")
+        assert "no address" in told
+        assert FAILURES == {"perdure-image-name": 1}
+    finally:
+        FAILURES.clear()
 
 
 def test_i1_https_hosts_prove_who_they_are(tmp_path: Path) -> None:

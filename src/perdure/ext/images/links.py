@@ -39,7 +39,7 @@ from anyio import to_thread
 
 from perdure import BusyError, InvalidInputError
 from perdure.ext.images.encoder import MOST_BYTES
-from perdure.spi.runtime import BackgroundTimer
+from perdure.spi.runtime import BackgroundThread, BackgroundTimer
 from perdure.spi.server import invalid
 
 SECONDS = 30.0
@@ -279,7 +279,7 @@ class LinkedImages:
             except OSError as error:
                 failed.append(error)
 
-        asking = threading.Thread(target=ask, name="perdure-image-name", daemon=True)
+        asking = BackgroundThread(ask, name="perdure-image-name")
         asking.start()
         asking.join(_left(until))
         if asking.is_alive():
