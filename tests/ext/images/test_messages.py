@@ -45,8 +45,8 @@ def model(toy: Toy) -> Path:
     return toy("llava")[0]
 
 
-def opened(model: Path, store: Path | None) -> Runtime:
-    return perdure.open(model, store=store, n_ctx=4096, slots=2, threads=1, exact=True)
+def opened(model: Path, store: Path | None, *, isolated: bool = False) -> Runtime:
+    return perdure.open(model, store=store, n_ctx=4096, slots=2, threads=1, exact=True, isolated=isolated)
 
 
 def clear_files(store: Path) -> None:
@@ -304,10 +304,14 @@ def test_e5_a_session_goes_on_though_state_and_rows_are_gone(kind: str, toy: Toy
         rt.session("walk").say("and then?", **ASK)
 
 
-def test_e5_rows_that_go_while_a_runtime_is_open_are_made_again(model: Path, tmp_path: Path) -> None:
-    """Also for a client that sends its history again, and where an event loop waits for the reply."""
+@pytest.mark.parametrize("isolated", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_e5_rows_that_go_while_a_runtime_is_open_are_made_again(
+    isolated: bool, model: Path, tmp_path: Path
+) -> None:
+    """Also for a client that sends its history again, where an event loop waits for the reply, and where the
+    engine is another process."""
     said = [seen("see ", Image(picture(seed=1)), Image(picture(seed=2)), BEHIND)]
-    with opened(model, tmp_path) as rt:
+    with opened(model, tmp_path, isolated=isolated) as rt:
         first = rt.chat(said, **ASK)
         history = [*said, {"role": "assistant", "content": first.text}, {"role": "user", "content": "so?"}]
         expected = rt.chat(history, **ASK)
