@@ -22,6 +22,7 @@ gpu       a GPU: replies, state, long prompts and the server, against the librar
 device    state and long prompts on it, in such processes
 random_model  models of random weights, for speed
 page      first paint, frames while a reply streams, size of the scripts
+calls     tokens of a reply whose calls are held to their tools
 chat      what of a chat is computed again, and what a turn costs besides
 growing/  what growth measures, a module for each layer
 growth    what each operation costs when a hundred times as much is there

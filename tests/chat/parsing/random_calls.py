@@ -102,7 +102,7 @@ def drawn_reply(
 def _ends(family: Family) -> list[list[int]]:
     """What may end something in a call: marks, and ends of strings and values."""
     writer = family.writer
-    texts = {'"', "'", "@a", "a", "A", "-0", "0", "}", "]", ", ", ": ", *family.marks}
+    texts = {'"', "'", "@a", "a", "A", "-0", "0", "}", "]", ")", ", ", ": ", *family.marks}
     texts |= {getattr(writer, name, "") for name in ("value_end", "tail", "end", "key_end", "name_end")}
     texts |= {line for text in list(texts) for line in text.split("\n")}
     return [list(text.encode()) for text in sorted(texts) if text]

@@ -1,0 +1,7 @@
+"""`python -m bench.calls`."""
+
+import sys
+
+from bench.calls import main
+
+sys.exit(main())
