@@ -78,7 +78,6 @@ def test_other_words_are_left_to_the_command(word: str) -> None:
         (["sessions"], True),
         (["sessions", "--help"], True),
         (["sessions", "list"], False),
-        (["sessions", "memories", "search"], True),
         (["sessions", "nothing"], True),
     ],
 )
