@@ -47,9 +47,10 @@ def batch(
     key: Key = None,
     as_json: Json = False,
 ) -> None:
-    """Have a running server answer a file of requests in the background, behind all others.
+    """Answer a file of requests in the background.
 
-    What was answered stays when the server ends; the next one goes on. Ctrl-C ends the waiting alone.
+    A running server does that, behind all others. What was answered stays when the server ends; the next one
+    goes on. Ctrl-C ends the waiting alone.
     """
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     with httpx.Client(base_url=server_url(url), headers=headers, timeout=_SECONDS) as client:
