@@ -251,6 +251,17 @@ def test_what_is_no_form_is_400(body: bytes, client: httpx.Client) -> None:
     assert client.post("/v1/files", json={}).status_code == 415
 
 
+def test_a_line_without_an_end_is_refused_before_it_is_put_together(tmp_path: Path) -> None:
+    with (
+        opened(ToyModel(reply_tokens=6), n_ctx=1024, store=tmp_path) as rt,
+        live_server(rt, body_bytes=300_000) as server,
+        server.client() as client,
+    ):
+        done = ended(client, begin(client, "x" * 3_000_000)["id"])
+        assert done["status"] == "failed"
+        assert "300000 characters" in done["errors"]["data"][0]["message"]
+
+
 # Keys.
 
 

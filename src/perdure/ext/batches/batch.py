@@ -124,7 +124,7 @@ class Batches:
         errors: list[dict[str, Any]] = []
         seen: set[str] = set()
         lines = 0
-        for text in self.files.lines(self.files.get(batch.origin["input_file_id"])):
+        for text in self.files.lines(self.files.get(batch.origin["input_file_id"]), limits.body_bytes):
             lines += 1
             try:
                 line = read_line(text, batch.origin["endpoint"], limits)

@@ -129,14 +129,23 @@ class Files:
         if count != about["parts"]:
             raise CorruptStateError(f"of file {record.name}, {count} of {about['parts']} parts are there")
 
-    def lines(self, record: Record) -> Iterator[str]:
-        """The lines of a file that are not empty."""
-        rest = ""
+    def lines(self, record: Record, most: int) -> Iterator[str]:
+        """The lines of a file that are not empty; 413 at one of more than `most` characters."""
+        pieces: list[str] = []
         for text in self.text(record):
-            *whole, rest = (rest + text).split("\n")
-            yield from filter(str.strip, whole)
-        if rest.strip():
-            yield rest
+            *whole, last = text.split("\n")
+            for piece in whole:
+                line = "".join((*pieces, piece))
+                pieces.clear()
+                if line.strip():
+                    yield line
+            pieces.append(last)
+            if sum(map(len, pieces)) > most:
+                raise ApiError(
+                    413, f"a line has more than {most} characters, which is the limit", code="line_too_long"
+                )
+        if (line := "".join(pieces)).strip():
+            yield line
 
     def _answers(self, about: Mapping[str, Any]) -> Iterator[str]:
         for line in range(about["lines"]):

@@ -70,6 +70,8 @@ class Runner:
         self.stop_lines: dict[str, asyncio.Event] = {}
         """Of batches that are being answered here, by their ids: set where no more lines are wanted."""
         self._lines: asyncio.Semaphore | None = None
+        self._over: set[str] = set()
+        """Batches that are known to be over: they are not read again."""
 
     def wake(self) -> None:
         """There is a batch, or one is cancelled."""
@@ -117,11 +119,15 @@ class Runner:
         """The oldest batch of each namespace that is not over."""
         found: dict[str, Record] = {}
         for namespace, name in self._store.expired(time.time() + 1, limit=2**31 - 1, kind=BATCH):
+            if name in self._over:
+                continue
             with suppress(PerdureError):
                 record = self._store.record(namespace, BATCH, name)
                 before = found.get(namespace)
                 older = before is None or record.number < before.number
-                if record.origin["status"] in RUNNING and older and name not in self.stop_lines:
+                if record.origin["status"] not in RUNNING:
+                    self._over.add(name)
+                elif older and name not in self.stop_lines:
                     found[namespace] = record
         return list(found.items())
 
@@ -246,8 +252,9 @@ class _Answering:
 
     def _read(self) -> Iterator[tuple[int, dict[str, Any]]]:
         file = self._batches.files.get(self._batch.origin["input_file_id"])
-        for number, text in enumerate(self._batches.files.lines(file)):
-            yield number, read_line(text, self._batch.origin["endpoint"], self._state.limits)
+        limits = self._state.limits
+        for number, text in enumerate(self._batches.files.lines(file, limits.body_bytes)):
+            yield number, read_line(text, self._batch.origin["endpoint"], limits)
 
     def _count(self) -> dict[str, int]:
         """What is written down, whoever wrote it."""
