@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from perdure.engine.core import Core
 from perdure.engine.llama.core import CachedState, CoreKeywords
 from perdure.engine.llama.weights import LlamaWeights
 from perdure.memory import MemorySpec
-
-if TYPE_CHECKING:
-    pass
 
 
 @runtime_checkable
