@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator
@@ -24,9 +25,21 @@ from perdure.errors import (
     TooLargeError,
     UnsupportedSystemError,
 )
+from perdure.server import http_server
 from perdure.server.core.api_error import to_api_error
+from perdure.server.core.server_state import ServerState
 from perdure.testing.toy import Faults
-from server.live_server import LiveServer, check_freed, events, hello, live_server, opened, raw, streamed
+from server.live_server import (
+    PATIENCE,
+    LiveServer,
+    check_freed,
+    events,
+    hello,
+    live_server,
+    opened,
+    raw,
+    streamed,
+)
 from store.test_faults import leave, leave_a_mount_point
 
 CHAT = "/v1/chat/completions"
@@ -349,3 +362,26 @@ def test_a_store_whose_folder_vanishes_loses_nothing_that_was_acknowledged(
     with opened(toy(), store=folder) as rt:
         said = [turn.messages[0].content for turn in rt.session("alice").history()]
         assert said == acknowledged
+
+
+def test_a_task_beside_the_server_is_begun_again_where_it_fails(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun: list[ServerState] = []
+    lasts = threading.Event()
+
+    async def task(state: ServerState) -> None:
+        begun.append(state)
+        if len(begun) < 3:
+            raise RuntimeError("planted")
+        lasts.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(http_server, "AGAIN", 0.01)
+    monkeypatch.setattr(http_server, "brought", lambda kind: iter([task] if kind == "tasks" else []))
+    with opened(toy()) as rt, live_server(rt) as server:
+        assert lasts.wait(PATIENCE)
+        assert begun == [server.state] * 3
+    assert [each.exc_info is not None for each in caplog.records if "begins again" in each.message] == [
+        True
+    ] * 2

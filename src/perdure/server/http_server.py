@@ -43,7 +43,7 @@ _LEEWAY = 5
 """Seconds for answers to be sent after their replies were ended."""
 _IDLE = 30
 """Seconds that a connection may be idle between two requests."""
-_AGAIN = 5
+AGAIN = 5
 """Seconds until a task that failed is begun again."""
 
 
@@ -109,7 +109,7 @@ async def _lasting(task: Callable[[ServerState], Coroutine[Any, Any, None]], sta
             return await task(state)
         except Exception:
             log.exception("what runs beside the server failed and begins again")
-            await asyncio.sleep(_AGAIN)
+            await asyncio.sleep(AGAIN)
 
 
 class HttpServer(uvicorn.Server):

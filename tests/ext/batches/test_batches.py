@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -312,6 +313,27 @@ def test_a_key_pays_and_one_that_is_withdrawn_ends_its_batches(tmp_path: Path) -
             assert done["request_counts"]["completed"] + done["request_counts"]["failed"] == 8
             errors = content(again, done["error_file_id"])
             assert {each["error"]["code"] for each in errors} == {"key_withdrawn"}
+
+
+def test_a_batch_waits_where_its_key_has_no_tokens_left_today(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner_module, "LONGEST", 0.02)
+    secret, key = new_key("ada", tokens_per_day=100)
+    keys = Keys([key])
+    with (
+        opened(ToyModel(reply_tokens=6), n_ctx=1024, store=tmp_path) as rt,
+        live_server(rt, keys=keys) as server,
+        server.client(secret) as client,
+    ):
+        begun = begin(client, chats(12))
+        until(client, begun["id"], lambda shown: keys.usage.tokens_left(key, time.time()) == 0)
+        shown = until(client, begun["id"], lambda shown: shown["request_counts"]["completed"] > 0)
+        assert shown["status"] == "in_progress"
+        assert shown["request_counts"]["failed"] == 0
+        keys.replace([replace(key, tokens_per_day=None)], required=True)
+        done = ended(client, begun["id"])
+        assert done["request_counts"] == {"total": 12, "completed": 12, "failed": 0}
 
 
 def test_what_a_batch_keeps_counts_by_its_bytes(tmp_path: Path) -> None:

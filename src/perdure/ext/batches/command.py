@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
@@ -14,7 +16,7 @@ import typer
 from perdure import PerdureError
 from perdure.ext.batches.batch import ENDPOINTS, RUNNING
 from perdure.spi.base import atomic_write, read_lines
-from perdure.spi.cli import Json, Key, Url, note, print_json, server_url, working, write
+from perdure.spi.cli import Json, Key, Url, ask, note, print_json, server_url, working, write
 
 _SECONDS = 60.0
 """That a server may take to answer."""
@@ -52,21 +54,20 @@ def batch(
     A running server does that, behind all others. What was answered stays when the server ends; the next one
     goes on. Ctrl-C ends the waiting alone.
     """
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    with httpx.Client(base_url=server_url(url), headers=headers, timeout=_SECONDS) as client:
-        is_id = file.startswith("batch_") and not Path(file).exists()
-        shown = _ask(client, "GET", f"/v1/batches/{file}") if is_id else _begin(client, Path(file))
-        if not wait:
-            print_json(shown) if as_json else write(f"{shown['id']}\n")
-            return
-        try:
-            shown = _waited(client, shown)
-        except KeyboardInterrupt:
-            note(f"The batch goes on. To wait for it again: perdure batch {shown['id']}")
-            raise
-        path = out or Path(f"{file}.answers.jsonl")
-        answers = _fetch(client, shown["output_file_id"], path)
-        errors = _fetch(client, shown["error_file_id"], path.with_name(f"{path.stem}.errors.jsonl"))
+    server = _Server(server_url(url), key)
+    is_id = file.startswith("batch_") and not Path(file).exists()
+    shown = server.ask(f"/v1/batches/{file}") if is_id else _begin(server, Path(file))
+    if not wait:
+        print_json(shown) if as_json else write(f"{shown['id']}\n")
+        return
+    try:
+        shown = _waited(server, shown)
+    except KeyboardInterrupt:
+        note(f"The batch goes on. To wait for it again: perdure batch {shown['id']}")
+        raise
+    path = out or Path(f"{file}.answers.jsonl")
+    answers = server.download(shown["output_file_id"], path)
+    errors = server.download(shown["error_file_id"], path.with_name(f"{path.stem}.errors.jsonl"))
     counts = shown["request_counts"]
     if as_json:
         print_json(shown)
@@ -82,12 +83,52 @@ def batch(
         raise typer.Exit(1)
 
 
-def _begin(client: httpx.Client, path: Path) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class _Server:
+    """The running server: asked as other commands ask it, and with files."""
+
+    url: str
+    key: str | None
+
+    def ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        return ask(path, self.url, self.key, body=body, seconds=_SECONDS)
+
+    def upload(self, path: Path) -> str:
+        """The id of a file that it keeps."""
+        with path.open("rb") as file, self._files("POST", "", file) as answer:
+            shown = json.loads(next(answer.iter_bytes(_PIECE), b""))
+        return str(shown["id"])
+
+    def download(self, file_id: str | None, path: Path) -> Path | None:
+        if file_id is None:
+            return None
+        with self._files("GET", f"/{file_id}/content") as answer, atomic_write(path) as file:
+            for piece in answer.iter_bytes(_PIECE):
+                file.write(piece)
+        return path
+
+    @contextmanager
+    def _files(self, method: str, path: str, file: BinaryIO | None = None) -> Iterator[httpx.Response]:
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        form = None if file is None else {"file": file}
+        data = None if file is None else {"purpose": "batch"}
+        url = f"{self.url}/v1/files{path}"
+        try:
+            with httpx.stream(
+                method, url, headers=headers, files=form, data=data, timeout=_SECONDS
+            ) as answer:
+                if answer.status_code != 200:
+                    said = next(answer.iter_bytes(500), b"").decode("utf-8", "replace")
+                    raise PerdureError(f"{self.url} answered {answer.status_code}: {said}")
+                yield answer
+        except httpx.HTTPError as error:
+            raise PerdureError(f"{self.url} does not answer: {error}") from None
+
+
+def _begin(server: _Server, path: Path) -> dict[str, Any]:
     endpoint = _endpoint(path)
-    with path.open("rb") as file:
-        sent = _ask(client, "POST", "/v1/files", files={"file": file}, data={"purpose": "batch"})
-    body = {"input_file_id": sent["id"], "endpoint": endpoint, "completion_window": "24h"}
-    return _ask(client, "POST", "/v1/batches", json=body)
+    body = {"input_file_id": server.upload(path), "endpoint": endpoint, "completion_window": "24h"}
+    return server.ask("/v1/batches", body)
 
 
 def _endpoint(path: Path) -> str:
@@ -105,41 +146,12 @@ def _endpoint(path: Path) -> str:
     return str(endpoint)
 
 
-def _waited(client: httpx.Client, shown: dict[str, Any]) -> dict[str, Any]:
+def _waited(server: _Server, shown: dict[str, Any]) -> dict[str, Any]:
     with working("Answering") as progress:
         while shown["status"] in (*RUNNING, "cancelling"):
             counts = shown["request_counts"]
             if counts["total"]:
                 progress(counts["completed"] + counts["failed"], counts["total"])
             time.sleep(_LOOK)
-            shown = _ask(client, "GET", f"/v1/batches/{shown['id']}")
-    return shown
-
-
-def _fetch(client: httpx.Client, file_id: str | None, path: Path) -> Path | None:
-    if file_id is None:
-        return None
-    with client.stream("GET", f"/v1/files/{file_id}/content") as answer, atomic_write(path) as file:
-        answer.raise_for_status()
-        for piece in answer.iter_bytes(_PIECE):
-            file.write(piece)
-    return path
-
-
-def _ask(
-    client: httpx.Client,
-    method: str,
-    path: str,
-    *,
-    json: object = None,
-    files: Mapping[str, BinaryIO] | None = None,
-    data: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
-    try:
-        answer = client.request(method, path, json=json, files=files, data=data)
-    except httpx.HTTPError as error:
-        raise PerdureError(f"{client.base_url} does not answer: {error}") from None
-    if answer.status_code != 200:
-        raise PerdureError(f"{client.base_url} answered {answer.status_code}: {answer.text[:500]}")
-    shown: dict[str, Any] = answer.json()
+            shown = server.ask(f"/v1/batches/{shown['id']}")
     return shown

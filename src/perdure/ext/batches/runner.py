@@ -33,7 +33,7 @@ _LOOK, _SWEEP = 5.0, 3600.0
 """Seconds between two looks for batches of other servers, and for what has expired."""
 _CANCELLED = 1.0
 """Seconds between two looks whether a batch is cancelled, by another server."""
-_TRIES, PAUSE, _LONGEST = 4, 0.5, 60.0
+_TRIES, PAUSE, LONGEST = 4, 0.5, 60.0
 """How often a line is asked whose answer is the server's failure, and the seconds of the first and of the
 longest pause between."""
 _BUSY = (429, 503, 529)
@@ -62,7 +62,7 @@ class Runner:
     """Lives in the event loop."""
 
     def __init__(self, state: ServerState) -> None:
-        self._state = state
+        self.state = state
         self._store = state.sessions.store
         self._work = asyncio.Event()
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -88,8 +88,8 @@ class Runner:
             self._work.clear()
             if loop.time() - swept >= _SWEEP:
                 swept = loop.time()
-                await self._state.work(self._sweep)
-            for namespace, batch in await self._state.call(self._waiting):
+                await self.state.work(self._sweep)
+            for namespace, batch in await self.state.call(self._waiting):
                 if namespace not in self._running:
                     task = asyncio.create_task(self._carry_on(namespace, batch))
                     self._running[namespace] = task
@@ -132,7 +132,7 @@ class Runner:
         return list(found.items())
 
     async def _carry_on(self, namespace: str, batch: Record) -> None:
-        if not await self._state.call(self._store.take, batch):
+        if not await self.state.call(self._store.take, batch):
             # Another server has it.
             await asyncio.sleep(_LOOK)
             return
@@ -148,21 +148,17 @@ class Runner:
             await asyncio.sleep(_LOOK)
         finally:
             self.stop_lines.pop(batch.name, None)
-            await asyncio.shield(self._state.call(self._store.release, batch))
+            await asyncio.shield(self.state.call(self._store.release, batch))
 
     async def _again(self, namespace: str, batch: Record) -> Record:
         """As it is now that it is taken."""
-        return await self._state.call(Batches(self._store, namespace).get, batch.name)
-
-    @property
-    def state(self) -> ServerState:
-        return self._state
+        return await self.state.call(Batches(self._store, namespace).get, batch.name)
 
     @property
     def lines(self) -> asyncio.Semaphore:
         """How many lines are asked at once: no more than half of the engine's slots, but one."""
         if self._lines is None:
-            runtime = self._state.models.first.runtime
+            runtime = self.state.models.first.runtime
             slots = runtime.slots if runtime.backend.is_known else 1
             self._lines = asyncio.Semaphore(max(1, slots // 2))
         return self._lines
@@ -220,7 +216,6 @@ class _Answering:
         """Ask every line that has no answer."""
         lines = self._unanswered()
         while (ended := await self._ended()) is None:
-            # Where the next one is answered already, none is asked for it.
             found = await self._state.call(next, lines, None)
             if found is None:
                 return
@@ -257,7 +252,7 @@ class _Answering:
             yield number, read_line(text, self._batch.origin["endpoint"], limits)
 
     def _count(self) -> dict[str, int]:
-        """What is written down, whoever wrote it."""
+        """What is written down, by this server and by those before it."""
         total = int(self._batch.origin["counts"]["total"])
         found = [self._batches.has_answer(self._batch, number) for number in range(total)]
         return {"total": total, "completed": found.count(True), "failed": found.count(False)}
@@ -330,13 +325,13 @@ class _Answering:
                 except ValueError:
                     return status, request_id, answer.decode("utf-8", "replace")
             await self._pause(pause)
-            pause = min(2 * pause, _LONGEST)
+            pause = min(2 * pause, LONGEST)
         return None
 
     async def _pause(self, seconds: float) -> None:
         """Wait, but no longer than the batch is wanted."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(min(seconds, _LONGEST)):
+            async with asyncio.timeout(min(seconds, LONGEST)):
                 await self._stop.wait()
 
     async def _ask(self, path: str, body: bytes, request_id: str) -> tuple[int, bytes]:
