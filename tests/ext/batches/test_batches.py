@@ -315,23 +315,26 @@ def test_a_key_pays_and_one_that_is_withdrawn_ends_its_batches(tmp_path: Path) -
             assert {each["error"]["code"] for each in errors} == {"key_withdrawn"}
 
 
-def test_a_batch_waits_where_its_key_has_no_tokens_left_today(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("limit", [{"tokens_per_day": 100}, {"requests_per_minute": 6}])
+def test_a_batch_waits_where_its_key_may_ask_no_more(
+    limit: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner_module, "LONGEST", 0.02)
-    secret, key = new_key("ada", tokens_per_day=100)
-    keys = Keys([key])
+    secret, key = new_key("ada")
+    keys = Keys([replace(key, **limit)])
     with (
         opened(ToyModel(reply_tokens=6), n_ctx=1024, store=tmp_path) as rt,
         live_server(rt, keys=keys) as server,
         server.client(secret) as client,
     ):
         begun = begin(client, chats(12))
-        until(client, begun["id"], lambda shown: keys.usage.tokens_left(key, time.time()) == 0)
-        shown = until(client, begun["id"], lambda shown: shown["request_counts"]["completed"] > 0)
+        until(client, begun["id"], lambda shown: shown["request_counts"]["completed"] > 0)
+        time.sleep(1)
+        shown = client.get(f"/v1/batches/{begun['id']}").json()
         assert shown["status"] == "in_progress"
+        assert shown["request_counts"]["completed"] < 6
         assert shown["request_counts"]["failed"] == 0
-        keys.replace([replace(key, tokens_per_day=None)], required=True)
+        keys.replace([key], required=True)
         done = ended(client, begun["id"])
         assert done["request_counts"] == {"total": 12, "completed": 12, "failed": 0}
 
