@@ -48,7 +48,6 @@ class Load:
         self._server = server
         self._ends = time.monotonic() + SECONDS
         self.counts: Counter[str] = Counter()
-        self.health: list[float] = []
         self.errors: list[BaseException] = []
 
     @property
@@ -127,14 +126,6 @@ class Load:
 
         return prefetch
 
-    def watch(self) -> None:
-        with httpx.Client(base_url=self._url, timeout=PATIENCE, trust_env=False) as client:
-            while self.goes_on:
-                began = time.monotonic()
-                assert client.get("/health").status_code == 200
-                self.health.append(time.monotonic() - began)
-                time.sleep(0.05)
-
 
 @pytest.mark.extension("upkeep")
 @pytest.mark.soak
@@ -182,6 +173,12 @@ def test_many_clients_beside_unloads_searches_backups_exports_compactions_and_ki
         for each in clients:
             assert each.stdout is not None
             assert each.stdout.readline() == "ready\n"
+        watch = subprocess.Popen(
+            [sys.executable, "-m", "server.load_watch", url, str(SECONDS)],
+            cwd=TESTS,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         load = Load(url, psutil.Process(server.pid), operator)
 
         def back_up_once() -> None:
@@ -192,7 +189,6 @@ def test_many_clients_beside_unloads_searches_backups_exports_compactions_and_ki
         threads = [
             load.thread(work)
             for work in (
-                load.watch,
                 load.kill,
                 load.unload(first),
                 load.prefetch(first),
@@ -209,6 +205,8 @@ def test_many_clients_beside_unloads_searches_backups_exports_compactions_and_ki
             found = json.loads(out)
             acknowledged |= found["acknowledged"]
             load.counts.update(found["counts"])
+        watched, _ = watch.communicate(timeout=SECONDS + 10 * PATIENCE)
+        assert watch.returncode == 0
         for thread in threads:
             thread.join()
         assert not load.errors, load.errors[0]
@@ -216,7 +214,7 @@ def test_many_clients_beside_unloads_searches_backups_exports_compactions_and_ki
     finally:
         server.kill()
         server.communicate()
-    health = sorted(load.health)
+    health = sorted(json.loads(watched))
     print(
         f"{CLIENTS} clients in {PROCESSES} processes for {SECONDS:g} s: {dict(load.counts)}; /health took "
         f"{health[len(health) // 2]:.3f} s in the middle, {health[-1 - len(health) // 100]:.3f} s at the "

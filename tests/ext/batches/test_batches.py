@@ -317,7 +317,7 @@ def test_a_key_pays_and_one_that_is_withdrawn_ends_its_batches(tmp_path: Path) -
 
 @pytest.mark.parametrize("limit", [{"tokens_per_day": 100}, {"requests_per_minute": 6}])
 def test_a_batch_waits_where_its_key_may_ask_no_more(
-    limit: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    limit: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner_module, "LONGEST", 0.02)
     secret, key = new_key("ada")
