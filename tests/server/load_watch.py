@@ -1,4 +1,4 @@
-"""Who watches `/health` in the load test, in a process of its own: no thread beside it delays what it measures.
+"""Who watches `/health` in the load test: in a process of its own, so that no thread beside it delays it.
 
 `python -m server.load_watch URL SECONDS`, in the folder tests. Prints the seconds of each answer as JSON.
 """
