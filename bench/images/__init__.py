@@ -16,10 +16,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from bench.child import ROOT, Child
 from bench.harness import Bench, Figure, Gauge, Run, at_least, at_most
+from bench.images import devices
 from bench.images.trace import Ask, trace
 
 KINDS = {"llava": "plain positions", "qwen2vl": "M-RoPE", "qwen35": "a hybrid"}
@@ -167,14 +169,23 @@ def started(side: str, files: dict[str, str], store: str) -> Child:
 def toy(kind: str, folder: Path) -> dict[str, str]:
     """A model of the tests, and its projector."""
     place = folder / kind
-    sys.path.insert(0, str(ROOT / "tests"))
-    try:
-        toys = importlib.import_module("ext.images.toys")
-    finally:
-        sys.path.remove(str(ROOT / "tests"))
     place.mkdir(exist_ok=True)
-    model, projector = toys.write(place, kind)
+    model, projector = toys().write(place, kind)
     return {"model": str(model), "projector": str(projector)}
 
 
-main = Bench("images", (plain_turns, images))
+def toys() -> ModuleType:
+    """What writes the models of the tests."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    try:
+        return importlib.import_module("ext.images.toys")
+    finally:
+        sys.path.remove(str(ROOT / "tests"))
+
+
+def on_devices(run: Run) -> Iterator[Figure]:
+    """The encoder on a GPU beside the same on all cores; nothing where there is no GPU."""
+    yield from devices.devices(run, toys)
+
+
+main = Bench("images", (plain_turns, images, on_devices))

@@ -4,7 +4,7 @@ from perdure import libraries
 from perdure.engine.llama.native.backends import variants
 from perdure.engine.llama.native.choice import ChosenLibrary, choose, find_library
 from perdure.engine.llama.native.declarations import LlamaBatch
-from perdure.engine.llama.native.library import Library, loaded
+from perdure.engine.llama.native.library import Library, loaded, open_files
 from perdure.engine.llama.native.nvidia import HIDING, compat_drivers, runtime_folders
 from perdure.engine.llama.native.probe_results import Attempt, ProbeResult, gpu_backends, remember, remembered
 from perdure.engine.llama.native.source import LibrarySource, candidates, installed_source, library_folder
@@ -34,6 +34,7 @@ __all__ = [
     "libraries",
     "library_folder",
     "loaded",
+    "open_files",
     "read_entry",
     "remember",
     "remembered",

@@ -1,6 +1,7 @@
 """The process that encodes: `python -m perdure.ext.images.child`. It reads and writes messages (`wire`).
 
-    {"library": "…/xllamacpp.abi3.so", "packages": "", "projector": …, "model": …, "threads": 2, "idle": 60}
+    {"library": "…/xllamacpp.abi3.so", "packages": "", "projector": …, "model": …, "threads": 2, "gpu": true,
+     "idle": 60}
     → {"version": "0.6.0", "images": true, "sounds": false}
 
     {"encode": "image"} and the file's bytes
@@ -83,7 +84,7 @@ def _load(setup: dict[str, Any]) -> Mtmd:
     from perdure.ext.images.library import Mtmd
 
     paths = (Path(setup[each]) for each in ("library", "projector", "model"))
-    return Mtmd(*paths, threads=setup["threads"])
+    return Mtmd(*paths, threads=setup["threads"], gpu=setup["gpu"])
 
 
 def _serve(mtmd: Mtmd, request: dict[str, Any], data: bytes, out: BinaryIO) -> None:

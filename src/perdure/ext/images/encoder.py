@@ -13,7 +13,7 @@ import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -72,16 +72,19 @@ class Encoder(Closing):
         projector: Path,
         *,
         engine: Path | None = None,
+        gpus: Sequence[str] | None = None,
         threads: int | None = None,
         idle: float = _IDLE,
         patience: Patience | None = None,
     ) -> None:
-        """`engine` is the folder of the engine's library, which may have libmtmd too."""
+        """`engine` is the folder of the engine's library, which may have libmtmd too, and `gpus` are those
+        that this library uses; None: not known."""
         if fetched.module_folder("pillow") is None:
             raise fetched.missing("Pillow")
         self.projector = projector
         self._model = model
         self._library = find_library(engine)
+        self._gpus = gpus if self._library.parent == engine else None
         self._threads = threads or system.usable_cores()
         self._idle = idle
         self._patience = patience or Patience()
@@ -98,11 +101,12 @@ class Encoder(Closing):
 
     @cached_property
     def identity(self) -> str:
-        """What rows depend on besides the file: the library, the projector, the model's file, and what
-        decodes images, as a digest in hex. Threads are not among it: they change no bit."""
+        """What rows depend on besides the file: the library, the projector, the model's file, what
+        decodes images, and the GPUs, as a digest in hex. Threads are not among it: they change no bit."""
         parts = [
             *(content_digest(path) for path in (self._library, self.projector, self._model)),
             f"Pillow {fetched.pillow_version()}, RGB on white, oriented",
+            *(self._gpus or ()),
         ]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
@@ -186,6 +190,7 @@ class Encoder(Closing):
             "projector": str(self.projector),
             "model": str(self._model),
             "threads": self._threads,
+            "gpu": self._gpus is None or bool(self._gpus),
             "idle": self._idle,
         }
 

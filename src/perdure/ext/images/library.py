@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from perdure import EngineError, EngineLibraryError, InvalidInputError, ModelFileError
 from perdure.ext.images import fetched
 from perdure.ext.images.media import Medium, Piece
+from perdure.spi.libraries import LibrarySource, open_files
 
 _MARKER = b"<__media__>"
 _ROOM = 128
@@ -85,9 +86,13 @@ _WARNING = 3
 class Mtmd:
     """A projector with the model that it belongs to, of which no weights are loaded."""
 
-    def __init__(self, library: Path, projector: Path, model: Path, *, threads: int) -> None:
+    def __init__(
+        self, library: Path, projector: Path, model: Path, *, threads: int, gpu: bool = True
+    ) -> None:
         self._said: list[str] = []
         try:
+            # What it needs of the engine's folder, as the engine loads it.
+            self._parts = open_files(LibrarySource(kind="own", folder=library.parent, version=""))
             self._lib = ctypes.CDLL(str(library))
             self._check_layouts()
         except (OSError, AttributeError) as error:
@@ -102,7 +107,7 @@ class Mtmd:
             self.call("ggml_backend_load_all_from_path", None, c_char_p)(os.fsencode(library.parent))
         self.call("llama_backend_init", None)()
         self._model = self._load_model(model)
-        self.handle = self._load_projector(projector, threads)
+        self.handle = self._load_projector(projector, threads, gpu)
         self.width = int(self.call("llama_model_n_embd_inp", c_int32, c_void_p)(self._model))
         self.two_dimensions = bool(self.call("mtmd_decode_use_mrope", c_bool, c_void_p)(self.handle))
         self.images = bool(self.call("mtmd_support_vision", c_bool, c_void_p)(self.handle))
@@ -223,9 +228,10 @@ class Mtmd:
             raise ModelFileError(f"the encoder cannot read {path.name}{self._reason()}")
         return model
 
-    def _load_projector(self, path: Path, threads: int) -> Any:
+    def _load_projector(self, path: Path, threads: int, gpu: bool) -> Any:
         params = self.call("mtmd_context_params_default", _MtmdParams)()
         params.n_threads, params.warmup, params.print_timings = threads, False, False
+        params.use_gpu = gpu
         load = self.call("mtmd_init_from_file", c_void_p, c_char_p, c_void_p, _MtmdParams)
         self._said.clear()
         if not (handle := load(os.fsencode(path), self._model, params)):

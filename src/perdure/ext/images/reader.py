@@ -13,11 +13,11 @@ import time
 from perdure import EngineDiedError, InvalidInputError, SessionError
 from perdure.ext.images.encoder import Encoder
 from perdure.ext.images.encoding_turns import EncodingTurns
-from perdure.ext.images.fetched import engine_folder
 from perdure.ext.images.media import EncodedFile, MediumKind
 from perdure.ext.images.media_store import FileDigest, MediaStore, open_store
 from perdure.ext.images.projector import find_projector
 from perdure.spi.chat import Image, ImageFiles, is_sound
+from perdure.spi.libraries import choose
 from perdure.spi.runtime import Backend, ImageEncoded
 
 _REMEMBERED = 1024
@@ -133,7 +133,10 @@ class StoredImages:
                     "this model reads no images: there is no projector (a GGUF file with mmproj in its name) "
                     "beside its file"
                 )
-            self._encoder = Encoder(model, projector.path, engine=engine_folder())
+            engine = choose()
+            self._encoder = Encoder(
+                model, projector.path, engine=engine.source.folder, gpus=engine.result.devices
+            )
         return self._encoder
 
 

@@ -57,7 +57,7 @@ class Library:
         """Whether the driver translates its code for the card, kernel by kernel."""
         if driver:
             use_driver(Path(driver))
-        self._handles = _open(source)
+        self._handles = open_files(source)
         self.functions = Functions(self._handles)
         guard.check(self.functions, source.folder)
         self.log_sink = LogSink(self.functions)
@@ -100,7 +100,7 @@ class Library:
         return tuple(each for each in list_devices(self.functions) if self.gpu or not each.offloads)
 
 
-def _open(source: LibrarySource) -> list[ctypes.CDLL]:
+def open_files(source: LibrarySource) -> list[ctypes.CDLL]:
     """The shared libraries of `source`, opened so that each finds those it needs already there."""
     handles = []
     if any(backend.kind != "cpu" for backend in backends(source.folder)):
