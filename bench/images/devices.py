@@ -42,7 +42,7 @@ def devices(run: Run, toys: Callable[[], ModuleType]) -> Iterator[Figure]:
             os.environ.update(hidden)
             try:
                 encoder = stack.enter_context(Encoder(model, projector, engine=engine_folder()))
-                encoders.append((encoder, encoder.encode(image).media))
+                encoders.append((encoder, list(encoder.encode(image).media)))
             finally:
                 os.environ.clear()
                 os.environ.update(before)

@@ -202,6 +202,19 @@ def test_the_library_of_the_engines_folder_goes_first(tmp_path: Path) -> None:
     assert find_library(tmp_path).parent == tmp_path
 
 
+def test_rows_of_other_gpus_are_other_rows(toy: Toy, tmp_path: Path) -> None:
+    """The engine's folder may compute on a GPU, and a GPU rounds in another way."""
+    (tmp_path / "libmtmd.so").symlink_to(find_library(None))
+    rows, identities = [], set()
+    for gpus in (None, (), ("CUDA0 NVIDIA H200",), ("CUDA0 NVIDIA H200", "CUDA1 NVIDIA H200")):
+        with Encoder(*toy("llava"), engine=tmp_path, gpus=gpus, threads=1) as encoder:
+            identities.add(encoder.identity)
+            rows.append(np.concatenate([medium.rows for medium in encoder.encode(picture()).media]))
+    # This library has none.
+    assert all(np.array_equal(each, rows[0]) for each in rows)
+    assert len(identities) == 3
+
+
 def test_sounds(toy: Toy) -> None:
     with Encoder(*toy("qwen2a"), threads=1) as encoder:
         one = encoder.encode(sound(), "audio")
