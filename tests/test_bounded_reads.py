@@ -1,6 +1,6 @@
 """Everything read from outside has a bound before it is read (class 4): files, streams, what children print,
 what is unpacked. `perdure.atomic` has the ways to do so: `read_file`, `read_text`, `read_stream`,
-`read_lines`; `models/fetching/wheel.py` has `open_tar` and `open_zip`. Or a size is given to `read`."""
+`read_lines`; `ext/fetching/wheel.py` has `open_tar` and `open_zip`. Or a size is given to `read`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from perdure.atomic import (
     read_text,
 )
 from perdure.errors import PerdureError, TooLargeError
-from perdure.models.fetching.wheel import open_tar, open_zip
+from perdure.ext.fetching.wheel import open_tar, open_zip
 
 SOURCE = Path(perdure.__file__).parent
 
@@ -64,13 +64,13 @@ EXEMPT = {
     "server/core/reasoning_cipher.py": ("zlib.decompressobj", "it is given the most that it may unpack to"),
     "ext/images/pixels.py": ("Image.open", "pixels are counted by the header before any is unpacked"),
     "ext/chat_imports/export_file.py": ("zipfile.ZipFile", "what it unpacks is counted over all its files"),
-    "models/fetching/wheel.py": ("extractall", "out of open_zip, which has counted what it unpacks to"),
+    "ext/fetching/wheel.py": ("extractall", "out of open_zip, which has counted what it unpacks to"),
     "ext/images/child.py": ("wave.open", "samples are counted by the header before any is read"),
 }
 """One call in each of these files, and why it needs no bound. It may only become shorter."""
 HELPERS = {
     "atomic.py": {"append"},
-    "models/fetching/wheel.py": {"gzip.open", "tarfile.open", "zipfile.ZipFile"},
+    "ext/fetching/wheel.py": {"gzip.open", "tarfile.open", "zipfile.ZipFile"},
 }
 """What the helpers do themselves, behind a bound."""
 MOST_EXEMPT = 13

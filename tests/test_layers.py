@@ -188,7 +188,7 @@ def test_the_check_sees_an_import_that_goes_up(line: str) -> None:
         ("server/protocols/chat.py", "import perdure.server.api.sessions"),
         ("server/api/page.py", "def late():\n    from perdure.server.app import build"),
         ("server/core/keys.py", "from ..app import build"),
-        ("server/protocols/pulls.py", "from perdure.server import app"),
+        ("server/protocols/openai.py", "from perdure.server import app"),
         ("cache/tiers/disk.py", "from perdure.cache.slots.cache import SlotCache"),
         ("cache/tiers/disk.py", "if TYPE_CHECKING:\n    from perdure.cache.cache_view import CacheView"),
         ("cache/tiers/disk.py", "from perdure.cache.tiers.tiered import Tiers"),

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from perdure.errors import PerdureError
-from perdure.models.catalogue import CatalogueModel, catalogue, data_file, find
-from perdure.models.fetching.hub import hub_size
+from perdure.ext.fetching.catalogue import CatalogueModel, catalogue, data_file, find
+from perdure.ext.fetching.hub import hub_size
 from perdure.models.registry import HubSource
 
 TOLERANCE = 0.03

@@ -57,7 +57,11 @@ def test_help_and_version_are_words_too() -> None:
     [
         ("Why is the sky blue?", "`perdure run`"),
         ("model.gguf", "`perdure chat model.gguf`"),
-        ("owner/repo:Q8_0", "`perdure run owner/repo:Q8_0 PROMPT`"),
+        pytest.param(
+            "owner/repo:Q8_0",
+            "`perdure run owner/repo:Q8_0 PROMPT`",
+            marks=pytest.mark.extension("fetching"),
+        ),
     ],
 )
 def test_a_question_or_a_model_in_first_place_is_told_the_command(word: str, said: str) -> None:

@@ -36,7 +36,6 @@ from perdure.events import background
 from perdure.events.background import FAILURES, BackgroundThread, BackgroundTimer
 from perdure.events.event import Restarted
 from perdure.events.hub import EventHub
-from perdure.models.puller import Puller
 from perdure.server.core import keys as keys_module
 from perdure.server.core import metrics, server_state
 from perdure.server.core.keys import Keys, KeyUsage, new_key
@@ -158,7 +157,7 @@ PLANTED = {
     "perdure-prefetch": (HERE, "test_prefetching_goes_on_with_what_is_due_next"),
     "perdure-pdf": (HERE, "test_a_timer_that_fails_says_so"),
     "perdure-probe": (HERE, "test_a_timer_that_fails_says_so"),
-    "perdure-pull": (HERE, "test_a_pull_that_fails_leaves_the_next_one_free"),
+    "perdure-pull": ("ext/fetching/test_pulls.py", "test_a_pull_that_breaks_leaves_the_next_one_free"),
     "perdure-pulse": (WORKERS, "test_the_pulse_of_the_engines_process"),
     "perdure-reading": (HERE, TERMINAL),
     "perdure-report": (HERE, "test_a_report_that_fails_is_written_after_the_next_request"),
@@ -289,16 +288,6 @@ def test_prefetching_goes_on_with_what_is_due_next() -> None:
         prefetcher.then(planted)
         planted.wait()
         prefetcher.wait()
-
-
-def test_a_pull_that_fails_leaves_the_next_one_free() -> None:
-    puller = Puller(Once())
-    for state in ("failed", "done"):
-        pull = puller.start("me/one")
-        while pull is not None and pull.state == "running":
-            pull = puller.wait(pull, PATIENCE)
-        assert pull is not None
-        assert pull.state == state
 
 
 def test_an_observer_that_fails_gets_the_next_event() -> None:

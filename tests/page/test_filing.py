@@ -11,19 +11,19 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Route, expect
 
+from ext.fetching.test_pulls import hub
 from page.conftest import OpenPage
 from page.test_look import check_accessible
 from page.test_talk import kept_turn
 from page.user import User
 from page.words import open_words
 from perdure.engine_config import EngineConfig
-from perdure.models import catalogue
+from perdure.ext.fetching import catalogue
 from perdure.server.core.keys import Keys, new_key
 from perdure.server.pool import ModelPool
 from server.live_server import LiveServer, hello, live_server, opened
 from server.test_pool import served as served_pool
 from server.test_pool import spec
-from server.test_pulls import hub
 from serving import Site, put_repo
 
 __all__ = ["hub"]

@@ -49,20 +49,17 @@ def split_model(words: Sequence[str] | None, model: str | None) -> tuple[str | N
 
 def _is_short_name(word: str) -> bool:
     """Whether a word is a short name of a model, known or of a known family."""
-    from perdure.models import catalogue
-    from perdure.models.other_programs import find_ollama
+    from perdure.models.finder import finder
 
-    if any(letter.isspace() for letter in word):
-        return False
-    return catalogue.find(word) is not None or catalogue.is_like_a_name(word) or find_ollama(word) is not None
+    return not any(letter.isspace() for letter in word) and finder().is_short_name(word)
 
 
-def _misspelt(word: str) -> tuple[str, ...]:
+def _misspelt(word: str) -> Sequence[str]:
     """The names that a word is like, if it has a number as they do: `lama3.2`."""
-    from perdure.models import catalogue
+    from perdure.models.finder import finder
 
     is_name = any(letter.isdigit() for letter in word) and any(letter.isalpha() for letter in word)
-    return catalogue.near(word) if is_name and len(word.split()) == 1 else ()
+    return finder().near(word) if is_name and len(word.split()) == 1 else ()
 
 
 def _means_model(word: str) -> bool:

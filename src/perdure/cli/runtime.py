@@ -77,13 +77,13 @@ def note_demo(runtime: Runtime) -> None:
 
     Once in a home: after that, the user knows what it is.
     """
-    from perdure.models.catalogue import recommended
+    from perdure.models.finder import finder
     from perdure.models.registry import DEFAULT, MODELS
 
     marker = settings().home / "demo-told"
     if model_path(runtime).name != MODELS[DEFAULT].file or marker.exists():
         return
-    small, best = recommended(most=_FETCHED_SOON), recommended()
+    small, best = finder().recommended(most=_FETCHED_SOON), finder().recommended()
     advice = "`perdure models` lists others"
     if small is not None:
         fetched = f"{small.size / 1e9:.1f} GB to fetch"

@@ -21,10 +21,10 @@ class FactoryEngine(Engine):
     def opens(self, source: Source) -> bool:
         if not isinstance(source, str) or self._PATTERN.fullmatch(source) is None:
             return False
-        from perdure.models.catalogue import find
+        from perdure.models.finder import finder
 
         # `gemma4:e4b` is a model's name.
-        return find(source) is None
+        return finder().listed(source) is None
 
     def open(
         self,

@@ -4,17 +4,12 @@ header        one GGUF file's header, checked: its strings, tensor types and siz
 safetensors   safetensors files, read with every claim of their header checked, and written
 adapter_file  LoRAs and control vectors as GGUF, judged before the engine sees them
 card          what a model is, in figures
-catalogue     current open models by their short names, and which of them fit here
-other_programs  models that Ollama and LM Studio have on this machine
 parts         models in several files
 placement     facts of a header, and how many bytes of a model lie where
 registry      where models come from, by name
-names         names of hubs, addresses, other programs and the catalogue
 ways_to_open  which layers, experts and caches of a model go where
-fetching/     from a package index, a hub or another address
 local_models  the models of this machine: find one, or fetch it
-inventory     the list of them; drop one
-puller        downloads that a server does while it serves
+finder        models by name: what an extension answers, and what holds without it
 """
 
 from __future__ import annotations
@@ -24,10 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from perdure.models.card import Card, TypeShare, card_of, read_card
+    from perdure.models.finder import LocalModel
     from perdure.models.header import Header, Strings, Tensor, read_header
-    from perdure.models.inventory import LocalModel, entries, remove
-    from perdure.models.local_models import is_here, path, pull, resolve
-    from perdure.models.names import names_model
+    from perdure.models.local_models import entries, is_here, names_model, path, pull, remove, resolve
     from perdure.models.parts import read_parts
     from perdure.models.registry import FileSource, HubSource, Progress, Source, UrlSource, WheelSource
 
@@ -59,10 +53,9 @@ __all__ = [
 
 _MODULES = {
     "card": ("Card", "TypeShare", "card_of", "read_card"),
+    "finder": ("LocalModel",),
     "header": ("Header", "Strings", "Tensor", "read_header"),
-    "inventory": ("LocalModel", "entries", "remove"),
-    "local_models": ("is_here", "path", "pull", "resolve"),
-    "names": ("names_model",),
+    "local_models": ("entries", "is_here", "names_model", "path", "pull", "remove", "resolve"),
     "parts": ("read_parts",),
 }
 

@@ -1,9 +1,10 @@
-"""The models of this machine: find one, or fetch it. `inventory.py` lists them and drops one."""
+"""The models of this machine: find one, or fetch it. What is no file here `finder.py` knows."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from perdure.config import settings
 from perdure.models.parts import read_parts
@@ -12,11 +13,13 @@ from perdure.models.registry import (
     DEFAULT,
     MODELS,
     FileSource,
-    HubSource,
     Progress,
     Source,
-    UrlSource,
+    WheelSource,
 )
+
+if TYPE_CHECKING:
+    from perdure.models.finder import LocalModel, ModelFinder
 
 
 def resolve(name: str | os.PathLike[str], *, own: bool = False) -> Source:
@@ -36,9 +39,7 @@ def resolve(name: str | os.PathLike[str], *, own: bool = False) -> Source:
         return known
     if Path(name).is_absolute():
         return FileSource(path=Path(name))
-    from perdure.models.names import find
-
-    return find(name, own=own)
+    return _finder().find(name, own=own)
 
 
 def path(name: str | os.PathLike[str] | None = None, progress: Progress | None = None) -> Path:
@@ -69,35 +70,40 @@ def pull(name: str | None = None, progress: Progress | None = None) -> Path:
 
 def locate(source: Source) -> Path | None:
     """Where a model is on this machine, or None if it would have to be fetched."""
-    models = settings().models
     if isinstance(source, FileSource):
         return source.path
-    if isinstance(source, HubSource):
-        from perdure.models.fetching.hub import hub_place
-
-        return hub_place(source, models)
-    if isinstance(source, UrlSource):
-        from perdure.models.fetching.web_files import url_place
-
-        return url_place(source, models)
-    from perdure.models.fetching.wheel import is_whole, wheel_place
-
-    place = wheel_place(source, models)
-    return place if is_whole(source, place) else None
+    models = settings().models
+    if isinstance(source, WheelSource):
+        place = models / source.file
+        return place if source.is_whole(place) else None
+    return _finder().place(source, models)
 
 
 def _fetch(source: Source, progress: Progress | None, *, folders: bool = False) -> Path:
-    models = settings().models
     if isinstance(source, FileSource):
         return source.path
-    if isinstance(source, HubSource):
-        from perdure.models.fetching.hub import fetch_hub
+    return _finder().fetch(source, settings().models, progress, folders=folders)
 
-        return fetch_hub(source, models, progress, folders=folders)
-    if isinstance(source, UrlSource):
-        from perdure.models.fetching.web_files import fetch_url
 
-        return fetch_url(source, models, progress)
-    from perdure.models.fetching.wheel import fetch_wheel
+def names_model(word: str) -> bool:
+    """Whether a word can only be meant as a model: a known name, a file that is there, or an address.
 
-    return fetch_wheel(source, models, progress)
+    `llama3.2:1b` is one too, as Ollama writes them, though nothing is known by it here.
+    """
+    return _finder().names_model(word)
+
+
+def entries() -> list[LocalModel]:
+    """The default model, those fetched from a hub or another address, and those of other programs here."""
+    return _finder().entries()
+
+
+def remove(name: str) -> tuple[Path, ...]:
+    """Delete a model that was fetched; give the files that are gone."""
+    return _finder().remove(name)
+
+
+def _finder() -> ModelFinder:
+    from perdure.models.finder import finder
+
+    return finder()

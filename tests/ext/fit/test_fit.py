@@ -16,8 +16,8 @@ import pytest
 import perdure
 from perdure import InvalidInputError, models
 from perdure.engine_config import KvType
+from perdure.ext.fetching.download import Remote, RemoteBytes, web
 from perdure.ext.fit.fit import Fit, propose
-from perdure.models.fetching.download import Remote, RemoteBytes, web
 from perdure.models.placement import Sizes
 from perdure.models.ways_to_open import FitConstraints, Room
 from serving import Page, put_repo, site

@@ -12,9 +12,9 @@ import pytest
 
 from cli.pty_user import COMMAND, terminal, terminal_environment
 from perdure import LibraryFetchError
+from perdure.ext.fetching.package_index import fetched_wheel
+from perdure.ext.fetching.wheel import unpack_wheels
 from perdure.ext.images import fetched
-from perdure.models.fetching.package_index import fetched_wheel
-from perdure.spi.models import unpack_wheels
 
 from .pictures import picture
 

@@ -15,9 +15,9 @@ from perdure import ModelNotFoundError, models
 from perdure.cli.app import app
 from perdure.engine import registry
 from perdure.engine_config import EngineConfig
+from perdure.ext.fetching import download, hub
+from perdure.ext.fetching.hub import folder_files
 from perdure.ext.mlx.engine import ENGINE
-from perdure.models.fetching import download, hub
-from perdure.models.fetching.hub import folder_files
 from perdure.models.ways_to_open import memory_needed
 from serving import Site, put_repo, site
 

@@ -250,10 +250,10 @@ def models(context: typer.Context, as_json: Json = False) -> None:
     """
     if context.invoked_subcommand is not None:
         return
-    from perdure.models.catalogue import ranked, recommended
+    from perdure.models.finder import finder
     from perdure.models.local_models import locate, resolve
 
-    best = recommended()
+    best = finder().recommended()
     rows = [
         {
             "name": model.name,
@@ -269,7 +269,7 @@ def models(context: typer.Context, as_json: Json = False) -> None:
             "licence": model.licence,
             "source": f"hf:{model.repo}/{model.file}",
         }
-        for model, fit in ranked()
+        for model, fit in finder().ranked()
     ]
     if as_json:
         print_json(rows)
@@ -323,13 +323,13 @@ def rm(
     yes: Yes = False,
 ) -> None:
     """Delete a model that was fetched."""
-    from perdure.models.inventory import files_of, remove
+    from perdure.models.finder import finder
 
-    files = files_of(name)
+    files = finder().files_of(name)
     size = decimal(sum(file.stat().st_size for file in files if file.exists()))
     if not yes:
         typer.confirm(f"Delete {files[0]} ({size})?", abort=True)
-    remove(name)
+    finder().remove(name)
     typer.echo(f"Deleted {files[0]} ({size})")
 
 

@@ -343,7 +343,7 @@ def _several(
 ) -> dict[str, Any]:
     """Several models, fetched now and loaded when they are asked for."""
     from perdure.engine import registry
-    from perdure.models.catalogue import names_of
+    from perdure.models.finder import finder
     from perdure.server.pool import ModelPool
 
     specs = []
@@ -356,7 +356,7 @@ def _several(
     return {
         "runtime": first.runtime,
         "name": first.name,
-        "short_names": names_of(first.source),
+        "short_names": finder().short_names(first.source),
         "model_bytes": first.facts().nbytes,
         "pool": pool,
         "adapters": first.adapters,
@@ -377,7 +377,7 @@ def _one(
 ) -> dict[str, Any]:
     """One model, fetched and loaded now."""
     from perdure.engine import registry
-    from perdure.models.catalogue import names_of
+    from perdure.models.finder import finder
     from perdure.server.pool import ModelPool
 
     opener = registry.engine_for(chosen.model)
@@ -400,7 +400,7 @@ def _one(
     return {
         "runtime": runtime,
         "name": name,
-        "short_names": names_of(source),
+        "short_names": finder().short_names(source),
         "model_bytes": runtime.model.info.nbytes,
         "pool": pool,
         "adapters": {each: scale for each, (_, scale) in named.items()},

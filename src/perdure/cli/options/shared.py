@@ -47,11 +47,9 @@ def model_names(incomplete: str) -> list[str]:
     """Models that have a name, and those that were fetched."""
 
     def find() -> Iterable[str]:
-        from perdure import models
-        from perdure.models.catalogue import catalogue
+        from perdure.models.finder import finder
 
-        here = (name for entry in models.entries() for name in (entry.name, *entry.aliases))
-        return {*here, *(name for model in catalogue() for name in model.names)}
+        return finder().all_names()
 
     return _completed(find, incomplete)
 

@@ -66,10 +66,10 @@ class LlamaEngine(Engine):
         path, chosen = Path(source), settings()
         theirs = (*chosen.ollama_models, *chosen.lm_studio_models)
         if path.is_absolute() and any(map(path.is_relative_to, theirs)):
-            from perdure.models import other_programs
+            from perdure.models.finder import finder
 
             # A blob of Ollama's has its digest for a name.
-            return other_programs.name_of(path) or path.stem
+            return finder().name_of(path) or path.stem
         return path.stem
 
     def is_same(self, source: Source, path: str | None, digest: str) -> bool:

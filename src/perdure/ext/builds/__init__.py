@@ -19,6 +19,7 @@ from perdure.spi import Extension
 
 EXTENSION = Extension(
     name="builds",
+    needs=("fetching",),
     parts={
         "library for this machine": "perdure.ext.builds.fetched:fetch_library",
         "probe of a library": "perdure.ext.builds.probe:test",

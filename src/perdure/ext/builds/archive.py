@@ -11,8 +11,9 @@ from pathlib import Path, PurePosixPath
 
 from perdure import LibraryFetchError, TooLargeError
 from perdure.ext.builds.package import Package
+from perdure.ext.fetching.download import mistake
+from perdure.ext.fetching.wheel import open_tar
 from perdure.spi.base import system
-from perdure.spi.models import mistake, open_tar
 
 _CHUNK = 1 << 20
 _MOST_FILES = 200

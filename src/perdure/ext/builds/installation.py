@@ -19,9 +19,10 @@ from perdure.ext.builds.archive import is_library, is_licence, unpack, verify
 from perdure.ext.builds.npm_registry import fetch_archive
 from perdure.ext.builds.package import Package, package_for
 from perdure.ext.builds.runtime import RUNTIMES, remove_runtime
+from perdure.ext.fetching.download import check_free_space, fetch_lock, forget
 from perdure.spi.base import atomic_write, settings, system
 from perdure.spi.libraries import MANIFEST, Installed, damaged, find, installed, read_entry
-from perdure.spi.models import Progress, check_free_space, fetch_lock, forget
+from perdure.spi.models import Progress
 
 _UNFINISHED = ".new-"
 _CHUNK = 1 << 20

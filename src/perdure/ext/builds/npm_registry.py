@@ -20,8 +20,9 @@ from urllib.parse import quote, urlsplit
 
 from perdure import FetchError, LibraryFetchError
 from perdure.ext.builds.package import WAYS, Package
+from perdure.ext.fetching.download import Remote, download, read_page, trust, web
 from perdure.spi.base import processes, read_text
-from perdure.spi.models import Progress, Remote, download, read_page, trust, web
+from perdure.spi.models import Progress
 
 if TYPE_CHECKING:
     import httpx

@@ -10,9 +10,10 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from perdure.ext.fetching.wheel import unpack_wheels
 from perdure.spi.base import settings
 from perdure.spi.libraries import runtime_folders
-from perdure.spi.models import Progress, unpack_wheels
+from perdure.spi.models import Progress
 
 
 @dataclass(frozen=True, slots=True)

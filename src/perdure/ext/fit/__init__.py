@@ -10,6 +10,7 @@ from perdure.spi import Extension, ExtensionCommand
 
 EXTENSION = Extension(
     name="fit",
+    needs=("fetching",),
     commands=(
         ExtensionCommand(name="fit", target="perdure.ext.fit.commands:fit", section="Models"),
         ExtensionCommand(name="tune", target="perdure.ext.fit.commands:tune", section="Models"),

@@ -14,11 +14,11 @@ from perdure.spi.base import system
 from perdure.spi.cli import groups, model_names, print_json, shared, terminal, words, write_columns
 
 if TYPE_CHECKING:
+    from perdure.ext.fetching.catalogue import CatalogueModel
     from perdure.ext.fit.fit import Fit
     from perdure.ext.fit.tuning import Trial
     from perdure.spi.base import FitKeywords
     from perdure.spi.engine import EngineModel, LoadingKeywords
-    from perdure.spi.models import CatalogueModel
 
 _VERDICTS = {"fits": "fits", "tight": "is tight", "not": "does not fit"}
 _LENGTHS = (512, 2048)
@@ -52,8 +52,8 @@ def fit(
     Nothing is fetched: of a model that is not here the first megabytes are read. The exit code is 1 where it
     does not fit.
     """
+    from perdure.ext.fetching.catalogue import find
     from perdure.ext.fit.fit import fit_all
-    from perdure.spi.models import find_by_name
 
     config = groups.engine_config(
         n_ctx=ctx,
@@ -66,7 +66,7 @@ def fit(
     try:
         fits = fit_all(model or "", **cast("FitKeywords", config.keywords))
     except FetchError as error:
-        if as_json or (known := find_by_name(model or "")) is None:
+        if as_json or (known := find(model or "")) is None:
             raise
         _show_known(known, error)
         return
@@ -82,7 +82,7 @@ def fit(
 
 def _show_known(model: CatalogueModel, error: FetchError) -> None:
     """What the catalogue has of a model whose file cannot be read."""
-    from perdure.spi.models import fit_of
+    from perdure.ext.fetching.catalogue import fit_of
 
     verdict = fit_of(model.memory)
     takes = f"about {decimal(model.memory)} of memory with the usual context"

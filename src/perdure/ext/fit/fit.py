@@ -10,6 +10,8 @@ from pathlib import Path, PurePosixPath
 from typing import Unpack, cast
 
 from perdure import ModelNotFoundError, PerdureError
+from perdure.ext.fetching.download import Remote, RemoteBytes, web
+from perdure.ext.fetching.hub import chosen, read_offers
 from perdure.spi.base import EngineConfig, FitKeywords, FitOptions, KvType, named_by, optional_part, settings
 from perdure.spi.engine import registry
 from perdure.spi.llama import room_now
@@ -21,20 +23,15 @@ from perdure.spi.models import (
     HubSource,
     ModelPlacement,
     Need,
-    Remote,
-    RemoteBytes,
     Room,
     Sizes,
     UrlSource,
-    chosen,
     judge,
     locate,
     models,
     parse_header,
     placements,
-    read_offers,
     resolve,
-    web,
 )
 
 TYPE_CHOICES = (KvType("f16", "f16"), KvType("q8_0", "q8_0"))

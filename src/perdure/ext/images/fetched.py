@@ -20,9 +20,10 @@ from functools import cache
 from pathlib import Path
 
 from perdure import EngineLibraryError
+from perdure.ext.fetching.wheel import unpack_wheels
 from perdure.spi.base import read_text, settings, system
 from perdure.spi.libraries import candidates
-from perdure.spi.models import Progress, unpack_wheels
+from perdure.spi.models import Progress
 
 MODULES = {"xllamacpp": "xllamacpp", "pillow": "PIL"}
 _PYTHON = f"cp{sys.version_info.major}{sys.version_info.minor}"

@@ -11,7 +11,8 @@ from perdure.spi.cli import Json, print_json, words, write_columns
 
 def du(as_json: Json = False) -> None:
     """Show how much disk perdure uses. Models, engines, sessions, and the cache of the hub's own library."""
-    from perdure.spi.models import hub_cache, models
+    from perdure.ext.fetching.hub import hub_cache
+    from perdure.spi.models import models
 
     now = settings()
     named = {entry.name: entry.path for entry in models.entries() if entry.path is not None}

@@ -35,6 +35,7 @@ from perdure.ext.ollama.requests import (
     generate_request,
     keep_alive_seconds,
 )
+from perdure.spi.base import optional_part
 from perdure.spi.runtime import cut
 from perdure.spi.server import (
     JSON_LINES,
@@ -53,7 +54,6 @@ from perdure.spi.server import (
     fill_in,
     invalid,
     is_operator,
-    pulled,
     refuse_fields,
 )
 
@@ -267,8 +267,12 @@ async def version(app_state: AppStateDep) -> dict[str, str]:
 @router.post("/api/pull", responses=_lines(), response_model=dict[str, Any])
 async def pull(body: OptionsRequest, app_state: AppStateDep, caller: CallerDep) -> dict[str, Any] | Response:
     """Says that the model is there, where it is. Only a key of the operator has this server fetch another."""
-    if is_operator(caller):
-        return await pulled(body.model or body.name, app_state, caller, streams=body.streams)
+    fetched = optional_part("model fetched for a client")
+    if fetched is not None and is_operator(caller):
+        pull_answer: dict[str, Any] | Response = await fetched(
+            body.model or body.name, app_state, caller, streams=body.streams
+        )
+        return pull_answer
     model = _check_model(body, app_state, caller)
     if model is None or model.is_known:
         lines = OllamaModels(app_state.with_model(model)).pulled()

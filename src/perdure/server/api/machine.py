@@ -6,7 +6,7 @@ from collections import Counter
 from importlib.metadata import version
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Path, Query, Request
+from fastapi import APIRouter, Path, Query
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
@@ -14,7 +14,6 @@ from perdure.cache.cache_view import SlotState
 from perdure.chat.difference import Miss
 from perdure.errors import PerdureError
 from perdure.events.background import FAILURES
-from perdure.models.catalogue import ranked, recommended
 from perdure.server.core.api_error import ApiError, stopping
 from perdure.server.core.app_state import AppState, AppStateDep, CallerDep
 from perdure.server.core.keys import METRICS
@@ -29,7 +28,6 @@ from perdure.server.core.schemas import (
     errors,
 )
 from perdure.server.pool import PooledModel
-from perdure.server.protocols.pulls import PullAnswer, may_pull
 
 
 class SlotAnswer(ResponseSchema):
@@ -119,31 +117,6 @@ class UsageList(ResponseSchema):
     data: list[UsageDay]
 
 
-class CatalogueEntry(ResponseSchema):
-    """A model with a short name."""
-
-    name: str
-    aliases: list[str]
-    fit: Literal["fits", "tight", "not"]
-    """Into the memory of the server's machine that is free now."""
-    recommended: bool
-    served: bool
-    nbytes: int
-    memory_bytes: int
-    context: int
-    purpose: str
-    licence: str
-
-
-class CatalogueList(ResponseSchema):
-    object: Literal["list"] = "list"
-    data: list[CatalogueEntry]
-    may_pull: bool
-    """Whether you may have the server fetch one."""
-    pull: PullAnswer | None
-    """The pull that runs, or the last one, for those who may."""
-
-
 class ReportSums(ResponseSchema):
     """What your requests reused and computed again, over a time."""
 
@@ -178,34 +151,6 @@ RequestId = Annotated[str, Path(pattern="^[A-Za-z0-9._-]{1,64}$")]
 
 
 router = APIRouter(prefix="/v1", tags=["machine"])
-
-
-@router.get("/catalogue", responses=errors())
-async def catalogue(request: Request, app_state: AppStateDep, caller: CallerDep) -> CatalogueList:
-    """The models that have a short name, the best for this machine first. `perdure pull NAME` on it fetches
-    one, and so does `POST /v1/models/pull` with a key of the operator."""
-    return await app_state.call(_catalogue, app_state, may_pull(request, app_state, caller))
-
-
-def _catalogue(app_state: AppState, allowed: bool) -> CatalogueList:
-    pull = app_state.server.puller.latest if allowed else None
-    best, models = recommended(), app_state.server.models.all()
-    return CatalogueList(
-        data=[
-            CatalogueEntry.copy_of(
-                model,
-                aliases=list(model.aliases),
-                fit=fit,
-                recommended=model is best,
-                served=any(model.name in each.short_names for each in models),
-                nbytes=model.size,
-                memory_bytes=model.memory,
-            )
-            for model, fit in ranked()
-        ],
-        may_pull=allowed,
-        pull=None if pull is None else PullAnswer.model_validate(pull),
-    )
 
 
 @router.get("/usage", responses=errors())

@@ -23,8 +23,7 @@ from starlette.types import ASGIApp
 from perdure.errors import InvalidInputError, PerdureError, TemplateError
 from perdure.events.background import BackgroundThread
 from perdure.extension import brought
-from perdure.models.catalogue import names_of
-from perdure.models.puller import Puller
+from perdure.models.finder import finder
 from perdure.runtime import Runtime
 from perdure.server.core.api_error import ApiError, invalid
 from perdure.server.core.keys import METRICS, Keys, KeyStore
@@ -202,8 +201,6 @@ class ServerState:
     draining: bool = False
     """Whether it is stopping, and still answers until routers have noticed."""
     drain: Drain = field(default_factory=Drain)
-    puller: Puller = field(default_factory=Puller)
-    """What the operator has it fetch."""
     analysis: Cancellable | None = None
     """The one that is being made: no second one is begun meanwhile."""
     routes: ASGIApp = field(init=False)
@@ -232,7 +229,6 @@ class ServerState:
             nbytes=model_bytes,
         )
         self.models = ModelDirectory(self, first, pool=pool, own_aliases=own_aliases)
-        self.puller.arrived = self.models.add_pulled
         self.sessions = runtime.sessions
         """Those of all models."""
         self.ledger = UsageLedger(self.models.loaded_runtimes, folder=self.sessions.store.own_folder())
@@ -316,7 +312,6 @@ class ServerState:
     def end(self) -> None:
         """End everything that is still being computed for somebody."""
         self.stopping = True
-        self.puller.cancel()
         for reply in list(self.replies):
             reply.interrupt(STOPPED)
         for work in list(self.running):
@@ -355,7 +350,7 @@ class ServedModel:
             runtime=model.runtime,
             name=model.name,
             adapters=model.adapters,
-            short_names=names_of(model.source),
+            short_names=finder().short_names(model.source),
             nbytes=model.facts().nbytes,
         )
 
@@ -395,7 +390,7 @@ class ModelDirectory:
         label = label_of(source)
         free = all(each.name != label or each.source == source for each in self.pooled)
         model = self.add(ModelSpec(name=label if free else name, source=source))
-        if name not in (model.name, *names_of(source)):
+        if name not in (model.name, *finder().short_names(source)):
             self._own_aliases = (*self._own_aliases, f"{name}={model.name}")
         return model.name
 
@@ -513,7 +508,7 @@ class ModelDirectory:
         first = self.pool.default.name if self.pool is not None else self.first.name
         names = {self.first.name: self.first.short_names}
         for model in self.pooled:
-            names.setdefault(model.name, names_of(model.source))
+            names.setdefault(model.name, finder().short_names(model.source))
         if plain in ("", "default"):
             return first
         for name, short in names.items():

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from perdure.errors import PerdureError
 from perdure.server.core.api_error import ClientLeft, deadline
-from perdure.server.core.keys import KeyAccount
+from perdure.server.core.keys import METRICS, KeyAccount
 from perdure.server.core.protocol import SSE, Events, ProtocolEvent, protocol_at
 from perdure.server.core.settings import Limits
 from perdure.server.pool import ModelPool, PooledModel
@@ -248,3 +248,7 @@ class Caller:
         notes["completion_tokens"] = notes.get("completion_tokens", 0) + completion_tokens
         if self.account is not None:
             self.account.spend(prompt_tokens, completion_tokens)
+
+
+def is_operator(caller: Caller) -> bool:
+    return caller.namespace == METRICS

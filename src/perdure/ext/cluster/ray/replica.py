@@ -24,7 +24,7 @@ from perdure.ext.cluster.ray.config import ClusterConfig
 from perdure.ext.cluster.ray.policy import ReplicaFacts, RoutedRequest, WarmMarks
 from perdure.spi.base import make_folder
 from perdure.spi.engine import registry
-from perdure.spi.models import names_of
+from perdure.spi.models import finder
 from perdure.spi.runtime import BlocksStored, ChunkRead, Woken, opening
 from perdure.spi.server import Keys, ServerState, served
 
@@ -225,7 +225,7 @@ def open_replica(config: ClusterConfig, store: str, open_runtime: OpenRuntime) -
     keys = Keys.read(Path(config.keys)) if config.keys else Keys()
     runtime, label = open_runtime(config, store)
     try:
-        names = names_of(config.model) if config.model else ()
+        names = finder().short_names(config.model) if config.model else ()
         return Replica(ServerState(runtime=runtime, name=label, short_names=names, keys=keys, hosts=None))
     except BaseException:
         runtime.close()

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from perdure.errors import FetchError
-from perdure.models.fetching.download import Remote, download, web
+from perdure.ext.fetching.download import Remote, download, web
 from serving import Page, Site, site
 
 BODY = random.Random(1).randbytes(3_000_000)

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, BinaryIO
 import certifi
 from filelock import FileLock
 
-from perdure import atomic, system
-from perdure.errors import FetchError
-from perdure.models.registry import Progress
+from perdure import FetchError
+from perdure.spi.base import atomic_write as write_atomically
+from perdure.spi.base import read_text, system
+from perdure.spi.models import Progress
 
 if TYPE_CHECKING:
     # A tenth of a second of every command, of which few fetch anything.
@@ -34,7 +35,7 @@ def atomic_write(target: Path) -> Iterator[BinaryIO]:
     """Write to a temporary file that becomes `target`, on disk for good, when the block ends well."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with atomic.atomic_write(target) as file:
+        with write_atomically(target) as file:
             yield file
         system.sync_folder(target.parent)
     except OSError as error:
@@ -347,7 +348,7 @@ class _Part:
         self.path = path
         self._note = path.with_name(path.name + ".json")
         try:
-            note = json.loads(atomic.read_text(self._note))
+            note = json.loads(read_text(self._note))
         except (OSError, ValueError):
             note = {}
         if not isinstance(note, dict):

@@ -24,9 +24,8 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, urldefrag, urljoin, urlsplit
 from urllib.request import url2pathname
 
-from perdure.atomic import read_text
-from perdure.errors import FetchError
-from perdure.models.fetching.download import (
+from perdure import FetchError
+from perdure.ext.fetching.download import (
     Remote,
     check_free_space,
     download,
@@ -36,8 +35,8 @@ from perdure.models.fetching.download import (
     trust,
     web,
 )
-from perdure.models.registry import Progress
-from perdure.system import processes
+from perdure.spi.base import processes, read_text
+from perdure.spi.models import Progress
 
 if TYPE_CHECKING:
     import httpx

@@ -7,32 +7,65 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from threading import Lock
 from typing import Any, Literal
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response, StreamingResponse
 
-from perdure.models import catalogue
-from perdure.models.puller import Pull
-from perdure.server.core.api_error import ApiError
-from perdure.server.core.app_state import AppState, AppStateDep, CallerDep
-from perdure.server.core.body_route import BodyRoute
-from perdure.server.core.keys import METRICS
-from perdure.server.core.protocol import JSON_LINES, event
-from perdure.server.core.schemas import RequestSchema, ResponseSchema, errors, refuse_fields
-from perdure.server.core.settings import LOOPBACK, host_name
-from perdure.server.core.visit import Caller
+from perdure.ext.fetching.catalogue import find, ranked, recommended
+from perdure.ext.fetching.puller import Pull, Puller
+from perdure.spi.server import (
+    JSON_LINES,
+    LOOPBACK,
+    METRICS,
+    ApiError,
+    AppState,
+    AppStateDep,
+    BodyRoute,
+    Caller,
+    CallerDep,
+    ModelDirectory,
+    RequestSchema,
+    ResponseSchema,
+    ServerState,
+    errors,
+    event,
+    host_name,
+    is_operator,
+    refuse_fields,
+)
 
 _FORWARDED = {"forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip"}
 """Headers of requests that came through a proxy."""
 _TOLD = 1.0
 """Seconds after which a client gets the progress again, also where nothing has come."""
+_LOCK = Lock()
+_PULLERS: WeakKeyDictionary[ServerState, Puller] = WeakKeyDictionary()
 
 
-def is_operator(caller: Caller) -> bool:
-    return caller.namespace == METRICS
+def puller_of(server: ServerState) -> Puller:
+    """What fetches models for the operator of a server. It ends with the server."""
+    with _LOCK:
+        puller = _PULLERS.get(server)
+        if puller is None:
+            puller = _PULLERS[server] = Puller()
+            puller.arrived = _serving(ref(server.models))
+            server.running.add(puller)
+        return puller
+
+
+def _serving(models: ReferenceType[ModelDirectory]) -> Callable[[str, str], str]:
+    """What has a pulled model served, for as long as the server is there."""
+
+    def serve(name: str, place: str) -> str:
+        directory = models()
+        return "" if directory is None else directory.add_pulled(name, place)
+
+    return serve
 
 
 def check_operator(caller: Caller) -> None:
@@ -73,7 +106,7 @@ def may_pull(request: Request, app_state: AppState, caller: Caller) -> bool:
 async def _begin_for(name: str, app_state: AppState, request: Request, caller: Caller) -> Pull:
     if is_operator(caller) or not is_own_page(request, app_state):
         return await begin_pull(name, app_state, caller)
-    if catalogue.find(name) is None:
+    if find(name) is None:
         raise ApiError(
             403,
             "without keys the page fetches models of the catalogue alone; `perdure pull` on this machine "
@@ -90,7 +123,7 @@ async def begin_pull(name: str, app_state: AppState, caller: Caller) -> Pull:
 
 
 async def _begin(name: str, app_state: AppState) -> Pull:
-    if (pull := await app_state.call(app_state.server.puller.start, name)) is None:
+    if (pull := await app_state.call(puller_of(app_state.server).start, name)) is None:
         raise ApiError(
             409,
             "another model is being pulled: wait for it, or cancel it with DELETE /v1/models/pull",
@@ -118,7 +151,7 @@ async def pulled(
 async def _lines(pull: Pull, app_state: AppState) -> AsyncIterator[dict[str, Any]]:
     """The progress for a waiting client. It may leave: the pull goes on."""
     yield {"status": "pulling manifest"}
-    puller, name = app_state.server.puller, pull.model
+    puller, name = puller_of(app_state.server), pull.model
     while pull.state == "running" and not app_state.server.stopping:
         latest = await app_state.work(puller.wait, pull, _TOLD)
         if latest is None or latest.model != name or latest.started != pull.started:
@@ -180,13 +213,69 @@ async def read_pull(request: Request, app_state: AppStateDep, caller: CallerDep)
 async def cancel_pull(request: Request, app_state: AppStateDep, caller: CallerDep) -> PullAnswer:
     """End the pull that runs. What was fetched by then is kept for the next try."""
     _latest(app_state, request, caller)
-    app_state.server.puller.cancel()
+    puller_of(app_state.server).cancel()
     return _latest(app_state, request, caller)
 
 
 def _latest(app_state: AppState, request: Request, caller: Caller) -> PullAnswer:
     if not may_pull(request, app_state, caller):
         check_operator(caller)
-    if (pull := app_state.server.puller.latest) is None:
+    if (pull := puller_of(app_state.server).latest) is None:
         raise ApiError(404, "no model was pulled since the server started", code="not_found")
     return PullAnswer.model_validate(pull)
+
+
+catalogue_router = APIRouter(prefix="/v1", tags=["machine"])
+
+
+class CatalogueEntry(ResponseSchema):
+    """A model with a short name."""
+
+    name: str
+    aliases: list[str]
+    fit: Literal["fits", "tight", "not"]
+    """Into the memory of the server's machine that is free now."""
+    recommended: bool
+    served: bool
+    nbytes: int
+    memory_bytes: int
+    context: int
+    purpose: str
+    licence: str
+
+
+class CatalogueList(ResponseSchema):
+    object: Literal["list"] = "list"
+    data: list[CatalogueEntry]
+    may_pull: bool
+    """Whether you may have the server fetch one."""
+    pull: PullAnswer | None
+    """The pull that runs, or the last one, for those who may."""
+
+
+@catalogue_router.get("/catalogue", responses=errors())
+async def catalogue(request: Request, app_state: AppStateDep, caller: CallerDep) -> CatalogueList:
+    """The models that have a short name, the best for this machine first. `perdure pull NAME` on it fetches
+    one, and so does `POST /v1/models/pull` with a key of the operator."""
+    return await app_state.call(_catalogue, app_state, may_pull(request, app_state, caller))
+
+
+def _catalogue(app_state: AppState, allowed: bool) -> CatalogueList:
+    pull = puller_of(app_state.server).latest if allowed else None
+    best, models = recommended(), app_state.server.models.all()
+    return CatalogueList(
+        data=[
+            CatalogueEntry.copy_of(
+                model,
+                aliases=list(model.aliases),
+                fit=fit,
+                recommended=model is best,
+                served=any(model.name in each.short_names for each in models),
+                nbytes=model.size,
+                memory_bytes=model.memory,
+            )
+            for model, fit in ranked()
+        ],
+        may_pull=allowed,
+        pull=None if pull is None else PullAnswer.model_validate(pull),
+    )

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
-from perdure.models.parts import part_names
-from perdure.models.registry import Progress, UrlSource
+from perdure.spi.models import Progress, UrlSource, part_names
 
 
 def url_folder(models: Path) -> Path:
@@ -26,7 +25,7 @@ def fetch_url(source: UrlSource, models: Path, progress: Progress | None = None)
 
     Nobody says what its bytes should be, so what is here already is not compared with the address again.
     """
-    from perdure.models.fetching.download import Remote, download, fetch_lock, forget, publish, web
+    from perdure.ext.fetching.download import Remote, download, fetch_lock, forget, publish, web
 
     first = url_folder(models) / source.place
     names = part_names(first.name)

@@ -17,12 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from perdure import system
-from perdure.atomic import read_text
-from perdure.engine_config import N_CTX
+from perdure.spi.base import N_CTX, read_text, system
 
 if TYPE_CHECKING:
-    from perdure.models.placement import FitLevel
+    from perdure.spi.models import FitLevel
 
 _COMPUTE = 400 << 20
 """Bytes for the buffers of a step and the program itself."""
@@ -64,7 +62,7 @@ class CatalogueModel:
 def fit_of(needed: int, free: int | None = None) -> FitLevel:
     """Whether so many bytes fit into those that are free, by the rule of `perdure fit`; a machine that does
     not say what is free is believed to have enough."""
-    from perdure.models.placement import judge
+    from perdure.spi.models import judge
 
     room = system.available_memory() if free is None else free
     return "fits" if room is None else judge(needed, room)
@@ -135,6 +133,6 @@ def _by_name() -> dict[str, CatalogueModel]:
 
 @functools.cache
 def _by_file() -> dict[str, tuple[str, ...]]:
-    from perdure.models.parts import part_names
+    from perdure.spi.models import part_names
 
     return {part: model.names for model in catalogue() for part in part_names(model.file)}

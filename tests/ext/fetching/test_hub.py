@@ -14,8 +14,8 @@ import pytest
 
 import gguf_bytes as g
 from perdure.errors import FetchError, ModelError, ModelNotFoundError
+from perdure.ext.fetching.hub import candidates, fetch_hub, hub_place
 from perdure.models import HubSource, entries, remove, resolve
-from perdure.models.fetching.hub import candidates, fetch_hub, hub_place
 from serving import Page, Site, put_repo, refusal, site
 
 MODEL = g.tiny(data=random.Random(3).randbytes(1_000_000))

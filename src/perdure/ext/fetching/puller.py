@@ -9,11 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from perdure.errors import InvalidInputError, PerdureError
-from perdure.events.background import BackgroundThread
-from perdure.models import local_models
-from perdure.models.local_models import resolve
-from perdure.models.registry import HubSource, Progress
+from perdure import InvalidInputError, PerdureError
+from perdure.spi.models import HubSource, Progress, models, resolve
+from perdure.spi.runtime import BackgroundThread
 
 log = logging.getLogger("perdure.models")
 
@@ -49,7 +47,7 @@ class Puller:
     the next pull resumes one that was cancelled.
     """
 
-    def __init__(self, fetch: Callable[[str, Progress], object] = local_models.pull) -> None:
+    def __init__(self, fetch: Callable[[str, Progress], object] = models.pull) -> None:
         self._fetch = fetch
         self.arrived: Callable[[str, str], str] | None = None
         """Has what was pulled under a name served, from where it is: what it is called then."""

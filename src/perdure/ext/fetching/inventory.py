@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
-from perdure.config import settings
-from perdure.errors import ModelNotFoundError
-from perdure.models.fetching.web_files import url_folder
-from perdure.models.local_models import locate, resolve
-from perdure.models.parts import is_projector, part_names
-from perdure.models.registry import ALIASES, MODELS, FileSource, HubSource, WheelSource
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalModel:
-    """One line of the list: a model that is here, or that can be fetched by its name."""
-
-    name: str
-    aliases: tuple[str, ...]
-    source: str
-    path: Path | None
-    size: int | None
-    """Bytes on disk, or to fetch; None where only the hub knows."""
-
-    @property
-    def present(self) -> bool:
-        return self.path is not None
+from perdure import ModelNotFoundError
+from perdure.ext.fetching.web_files import url_folder
+from perdure.spi.base import settings
+from perdure.spi.models import (
+    ALIASES,
+    MODELS,
+    FileSource,
+    HubSource,
+    LocalModel,
+    WheelSource,
+    is_projector,
+    locate,
+    part_names,
+    resolve,
+)
 
 
 def entries() -> list[LocalModel]:
     """The default model, those fetched from a hub or another address, and those of other programs here."""
-    from perdure.models.fetching.hub import is_weights_folder
-    from perdure.models.other_programs import other_models
+    from perdure.ext.fetching.hub import is_weights_folder
+    from perdure.ext.fetching.other_programs import other_models
 
     named = [_named(name) for name in sorted(MODELS)]
     fetched = [
@@ -67,7 +59,7 @@ def entries() -> list[LocalModel]:
 
 def remove(name: str) -> tuple[Path, ...]:
     """Delete a model that was fetched; give the files that are gone."""
-    from perdure.models.fetching.hub import stamp
+    from perdure.ext.fetching.hub import stamp
 
     files = files_of(name)
     for file in files:
@@ -79,14 +71,13 @@ def remove(name: str) -> tuple[Path, ...]:
 
 def files_of(name: str) -> tuple[Path, ...]:
     """The files that `remove` would delete. Only what was fetched: never a file of the user's own."""
-    from perdure.models.fetching.hub import folder_files, hub_folder
-    from perdure.models.fetching.wheel import wheel_place
+    from perdure.ext.fetching.hub import folder_files, hub_folder
 
     source = resolve(name, own=True)
     if isinstance(source, FileSource):
         raise ModelNotFoundError(f"{source.path} was not fetched by perdure; delete the file yourself")
     models = settings().models
-    first = wheel_place(source, models) if isinstance(source, WheelSource) else locate(source)
+    first = models / source.file if isinstance(source, WheelSource) else locate(source)
     if first is None or not first.exists():
         where = hub_folder(source, models) if isinstance(source, HubSource) else models
         raise ModelNotFoundError(f"{name} is not in {where}, so there is nothing to remove")
@@ -115,7 +106,7 @@ def _named(name: str) -> LocalModel:
 
 
 def _fetched(folder: Path, first: Path, prefix: str, source: str) -> LocalModel:
-    from perdure.models import catalogue
+    from perdure.ext.fetching import catalogue
 
     name = f"{prefix}{first.relative_to(folder).as_posix()}"
     parts = [first.with_name(part) for part in part_names(first.name)]

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from perdure.config import settings
-from perdure.errors import ModelNotFoundError
-from perdure.models.registry import (
+from perdure import ModelNotFoundError
+from perdure.spi.base import settings
+from perdure.spi.models import (
     ALIASES,
     MODELS,
     FileSource,
@@ -28,8 +28,8 @@ _TAGGED = re.compile(r"[A-Za-z][\w.-]*:[\w.-]+")
 
 def find(name: str, *, own: bool) -> Source:
     """Where the model of a name comes from that is neither of the registry nor an absolute path."""
-    from perdure.models import catalogue
-    from perdure.models.other_programs import LM_STUDIO, OLLAMA, find_ollama
+    from perdure.ext.fetching import catalogue
+    from perdure.ext.fetching.other_programs import LM_STUDIO, OLLAMA, find_ollama
 
     listed = catalogue.find(name)
     if listed is not None:
@@ -65,7 +65,7 @@ def find(name: str, *, own: bool) -> Source:
 
 def _other_program(name: str) -> FileSource:
     """A model of another program on this machine."""
-    from perdure.models.other_programs import OLLAMA, find_lm_studio, find_ollama
+    from perdure.ext.fetching.other_programs import OLLAMA, find_lm_studio, find_ollama
 
     ollama = name.lower().startswith(OLLAMA)
     path = find_ollama(name) if ollama else find_lm_studio(name)
@@ -82,7 +82,7 @@ def names_model(word: str) -> bool:
 
     `llama3.2:1b` is one too, as Ollama writes them, though nothing is known by it here.
     """
-    from perdure.models.other_programs import LM_STUDIO, OLLAMA
+    from perdure.ext.fetching.other_programs import LM_STUDIO, OLLAMA
 
     if not word or any(character.isspace() for character in word):
         return False

@@ -14,8 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from perdure.atomic import read_file
-from perdure.config import settings
+from perdure.spi.base import read_file, settings
 
 OLLAMA, LM_STUDIO = "ollama:", "lmstudio:"
 _WEIGHTS = "application/vnd.ollama.image.model"
@@ -86,7 +85,7 @@ def _ollama_models() -> Iterator[OtherModel]:
 
 
 def _lm_studio_models() -> Iterator[OtherModel]:
-    from perdure.models.parts import is_projector, part_names
+    from perdure.spi.models import is_projector, part_names
 
     for folder in settings().lm_studio_models:
         for file in _files(folder, "*.gguf"):

