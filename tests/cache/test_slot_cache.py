@@ -292,7 +292,7 @@ def test_k3_the_same_prompt_four_times_has_one_answer(subject: Subject) -> None:
         answers = [served.say(prompt) for _ in range(4)]
         assert len({answer.reply.tokens for answer in answers}) == 1
         assert [answer.reused for answer in answers] == [0, 36, 36, 36]
-        assert answers[1].why == "all but the last token, whose logits are needed"
+        assert answers[1].why == "all but the last token, which is always computed"
 
 
 @pytest.mark.parametrize("swa_full", [True, False])
@@ -371,10 +371,10 @@ def test_a_context_filled_to_the_brim_is_swapped_and_goes_back(subject: Subject)
 def test_the_first_difference_is_named(subject: Subject) -> None:
     with Served(subject) as served:
         text = served.say(subject.tokens(40)).tokens
-        assert served.say([*text, 1, 2]).why == f"first difference at token {len(text) - 1}"
+        assert served.say([*text, 1, 2]).why == f"the prompt is new from token {len(text) - 1} on"
         other = served.say([*text[: 2 * SPACING], 9, *text[2 * SPACING + 1 :]])
         assert other.reused == 2 * SPACING
-        assert other.why == f"first difference at token {2 * SPACING}"
+        assert other.why == f"the prompt is new from token {2 * SPACING} on"
 
 
 def test_nothing_alike_is_said_to_be_so(subject: Subject) -> None:

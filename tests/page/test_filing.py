@@ -120,6 +120,13 @@ def test_agents_and_the_api_are_a_group_with_readable_names(open_page: OpenPage,
     entry = user.page.locator("nav .conversation").filter(has_text="Mend the parser")
     expect(entry).to_contain_text("OpenCode")
     expect(entry).not_to_contain_text("ses_")
+    with served.client() as client:
+        conversation = client.post("/v1/conversations", json={}).json()["id"]
+        asked = {"input": "name the planets", "conversation": conversation, "max_output_tokens": 4}
+        assert client.post("/v1/responses", json=asked).status_code == 200
+    user.page.reload()
+    expect(user.page.locator("nav .conversation").filter(has_text="Name the planets")).to_be_visible()
+    expect(user.page.locator("nav")).not_to_contain_text("conv_")
 
 
 def test_a_conversation_is_exported_as_markdown_and_json(
@@ -200,7 +207,7 @@ def test_a_model_is_chosen_on_a_server_with_several(open_page: OpenPage, tmp_pat
         user = open_page(server)
         user.button("Model: small").click()
         large = user.page.get_by_role("menuitemradio", name="large")
-        expect(large).to_contain_text("Loads when it is asked")
+        expect(large).to_contain_text("Fits, loads when it is asked")
         check_accessible(user)
         large.click()
         user.set(max_tokens="4")
@@ -212,6 +219,18 @@ def test_a_model_is_chosen_on_a_server_with_several(open_page: OpenPage, tmp_pat
         user.button("Model: large").click()
         expect(user.page.get_by_role("menuitemradio", name="large")).to_be_checked()
         expect(user.page.get_by_role("menuitemradio", name="large")).to_contain_text("Loaded")
+
+
+def test_the_models_of_the_header_say_which_of_them_fit(open_page: OpenPage) -> None:
+    specs = (spec("small"), spec("other"), spec("vast", memory=1 << 60))
+    with served_pool(*specs, memory=None) as server, server.client() as client:
+        assert client.post("/v1/chat/completions", json=hello(model="small")).status_code == 200
+        user = open_page(server)
+        user.button("Model: small").click()
+        shown = {"small": "Loaded", "other": "Fits, loads", "vast": "Needs more memory than there is"}
+        for name, says in shown.items():
+            expect(user.page.get_by_role("menuitemradio", name=name)).to_contain_text(says)
+        check_accessible(user)
 
 
 def test_a_better_model_is_shown_with_the_command_or_a_download(open_page: OpenPage, tmp_path: Path) -> None:

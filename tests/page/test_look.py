@@ -138,8 +138,15 @@ def test_a_view_has_no_violations_that_axe_finds_and_fits_every_screen(
             " - innerWidth"
         )
         assert beyond <= 0, f"{view} on a {name} is {beyond} pixels too wide"
+        check_controls(user)
         if name != "wide":
             check_accessible(user)
+
+
+def check_controls(user: User) -> None:
+    """Choices, files and progress have controls of the page, not those of a browser."""
+    expect(user.page.locator("select, progress, meter")).to_have_count(0)
+    expect(user.page.locator("input[type=file]:visible, input[type=range]:visible")).to_have_count(0)
 
 
 def check_accessible(user: User) -> None:
@@ -157,6 +164,7 @@ def test_dialogs_and_tokens_have_no_violations_either(open_page: OpenPage, shown
     user.button("Settings").click()
     user.choose("Form of the reply", "JSON by a schema")
     user.page.get_by_role("checkbox", name="Token probabilities").check()
+    check_controls(user)
     check_accessible(user)
     user.button("Done").click()
     user.button("Edit", user.turn(2)).click()

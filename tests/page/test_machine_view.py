@@ -30,7 +30,7 @@ def test_the_machine_shows_the_model_its_slots_and_the_last_requests(
     slots = model.locator(".slots li")
     expect(slots).to_have_count(3)
     expect(slots.filter(has_text="Show the machine")).to_have_count(1)
-    row = user.page.get_by_role("row").filter(has_text="show-the-machine").first
+    row = user.page.get_by_role("row").filter(has_text="Show the machine").first
     expect(row).to_be_visible()
     [last] = served.state.ledger.latest("", limit=1)
     expect(row).to_contain_text(last.reuse.why)
@@ -60,8 +60,9 @@ def test_the_machine_draws_what_the_cache_saved(open_page: OpenPage, served: Liv
     expect(drawn).to_contain_text(f"{report['reused_tokens']:,} tokens were not computed again")
     expect(drawn.get_by_role("list").get_by_role("meter")).to_have_count(2)
     week = drawn.get_by_role("region", name="The last seven days")
-    expect(week.get_by_role("row")).to_have_count(1 + 7)
-    expect(week.get_by_role("meter")).to_have_count(7)
+    # From the first day on that has a request.
+    expect(week.get_by_role("row")).to_have_count(1 + 1)
+    expect(week.get_by_role("meter")).to_have_count(1)
     today = report["days"][-1]
     last = week.get_by_role("row").filter(has_text=today["day"])
     expect(last).to_contain_text(f"{today['reused_tokens']:,}")

@@ -21,13 +21,13 @@ def test_under_each_reply_stands_where_its_prompt_came_from(open_page: OpenPage,
         expect(user.turn(2).locator(".reuse")).to_contain_text("tokens reused")
         expect(user.turn(2).locator(".reuse-bar")).to_have_count(0)
         bar = user.show_reuse(2)
-        expect(bar).to_contain_text(f"{last.reuse.tiers['slot']} slot")
+        expect(bar).to_contain_text(f"{last.reuse.tiers['slot']} from a slot")
         expect(bar).to_contain_text(f"{last.reuse.computed} computed")
         expect(bar).to_contain_text("first token")
         expect(bar).to_contain_text("tokens/s")
         expect(bar).to_contain_text(f"Why not more was reused: {last.reuse.why}")
         label = bar.get_by_role("img").get_attribute("aria-label") or ""
-        assert f"{last.reuse.tiers['slot']} slot" in label
+        assert f"{last.reuse.tiers['slot']} from a slot" in label
 
     check()
     # Later the turn itself tells.

@@ -122,6 +122,70 @@ def test_a_phone_is_used_by_touch(open_page: OpenPage, served: LiveServer) -> No
     expect(machine).not_to_be_in_viewport()
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_header_and_message_box_stay_in_view(
+    open_page: OpenPage, served: LiveServer, size: tuple[int, int]
+) -> None:
+    """However long the conversation is, and whatever is opened in it: the turns alone scroll."""
+    name = f"long-{size[0]}"
+    kept_turn(served, name, "Much?", {"content": "A line of it.\n\n" * 60})
+    served.runtime.session(name).say("And more?", max_tokens=2)
+    user = sized(open_page, served, size, f"/#/c/{name}")
+    expect(user.replies).to_have_count(2)
+    user.show_reuse(2)
+    for part in (user.page.locator("header.talk-head"), user.page.locator(".composer-box")):
+        expect(part).to_be_in_viewport(ratio=1)
+    user.page.locator("#conversation").evaluate("element => element.scrollTop = 0")
+    expect(user.turn(1).locator(".said.user")).to_be_in_viewport()
+    expect(user.page.locator(".composer-box")).to_be_in_viewport(ratio=1)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_lists_have_nothing_out_of_sight_or_upon_each_other(
+    open_page: OpenPage, served: LiveServer, size: tuple[int, int]
+) -> None:
+    name = f"listed-{size[0]}"
+    kept_turn(served, name, "Is it seen?", {"content": "All of it."})
+    with served.client() as client:
+        title = f"A title of {size[0]} that is longer than any sidebar is wide, and so is cut"
+        assert client.patch(f"/v1/sessions/{name}", json={"title": title}).status_code == 200
+    user = sized(open_page, served, size, "/#/sessions")
+    remove = user.button(f"Delete {name}")
+    remove.scroll_into_view_if_needed()
+    expect(remove).to_be_in_viewport(ratio=1)
+    beyond = "each => each.scrollWidth - each.clientWidth"
+    assert user.page.locator(".page .wide").evaluate(beyond) <= 0
+    show_menu(user)
+    entry = user.page.locator("nav .conversation").filter(has_text=title)
+    entry.hover()
+    text, dots = entry.get_by_role("link"), entry.get_by_role("button")
+    expect(dots).to_have_css("opacity", "1")
+    inner = "each => each.getBoundingClientRect().right - parseFloat(getComputedStyle(each).paddingRight)"
+    assert text.evaluate(inner) <= dots.evaluate("each => each.getBoundingClientRect().left")
+
+
+def test_prefixes_and_branches_are_read_on_a_phone(open_page: OpenPage, served: LiveServer) -> None:
+    kept_turn(served, "narrow", "First?", {"content": "Yes."})
+    served.runtime.session("narrow").fork("narrow~2")
+    for name in ("narrow", "narrow~2"):
+        served.runtime.session(name).say(f"and {name}", max_tokens=3)
+    served.runtime.cache.warm("A beginning that is kept for everybody. " * 4, labels=["kept-for-all"])
+    user = sized(open_page, served, (390, 844), "/#/machine")
+    text = user.page.locator(".prefix-text").first
+    expect(text).to_be_attached()
+    for each in user.page.locator(".prefix").all():
+        box = each.locator(".prefix-text").bounding_box()
+        assert box is not None
+        assert box["width"] > 250
+        assert each.evaluate("row => row.scrollWidth - row.clientWidth") <= 0
+    user.page.goto(f"{served.url}/#/compare/narrow/narrow~2")
+    sides = user.page.locator("article.side-text")
+    expect(sides).to_have_count(2)
+    for at, title in enumerate(("narrow", "narrow · 2")):
+        expect(sides.nth(at).get_by_role("link", name=title, exact=True)).to_be_visible()
+    check_accessible(user)
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [(1440, 900), (390, 844)])
 def test_usage_has_cards_and_figures_in_columns(

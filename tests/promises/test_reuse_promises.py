@@ -184,7 +184,7 @@ def test_k2_going_back_says_what_it_went_back_to_and_why(checked: CheckedRuntime
         if can_cut or keep == 0:
             assert reply.reuse.reused == keep
             assert reply.reuse.why == (
-                f"first difference at token {keep}" if keep else "no cached prefix matches"
+                f"the prompt is new from token {keep} on" if keep else "no cached prefix matches"
             )
         else:
             # Checkpoints lie at multiples of 256, and before the last token of a prompt.

@@ -61,6 +61,20 @@ def states(client: httpx.Client) -> dict[str, str]:
     return {each["id"]: each["state"] for each in client.get("/v1/models").json()["data"]}
 
 
+@pytest.mark.parametrize(("memory", "fit"), [(5 << 20, "fits"), (3 << 20, "in_turn")])
+def test_the_list_says_whether_a_model_can_be_loaded_beside_the_others(memory: int, fit: str) -> None:
+    with served(spec("a"), spec("b"), memory=memory) as server, server.client() as client:
+        assert client.post("/v1/chat/completions", json=hello(model="a")).status_code == 200
+        listed = {each["id"]: each["fit"] for each in client.get("/v1/models").json()["data"]}
+    assert listed == {"a": "fits", "b": fit}
+
+
+def test_the_list_says_which_model_takes_more_than_there_is() -> None:
+    with served(spec("a"), spec("vast", memory=1 << 60)) as server, server.client() as client:
+        listed = {each["id"]: each["fit"] for each in client.get("/v1/models").json()["data"]}
+    assert listed == {"a": "fits", "vast": "not"}
+
+
 def test_a_context_that_holds_for_all_models_is_told_before_they_are_loaded() -> None:
     own = ModelSpec(
         name="own", source="ext.workers.engines:full", config=EngineConfig(n_ctx=256), memory=2 << 20

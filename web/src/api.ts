@@ -200,6 +200,8 @@ export interface ModelName {
   architecture: string;
   state: "unloaded" | "loading" | "ready" | "unloading";
   memory_bytes: number | null;
+  /** Whether it can be loaded beside what is loaded, in place of another, or not at all. */
+  fit: "fits" | "in_turn" | "not";
   /** What kept it from being loaded, the last time that it was tried. */
   error: string | null;
   adapter: { name: string; scale: number } | null;

@@ -12,16 +12,20 @@ function plural(value: number, one: string, many = `${one}s`): string {
 }
 
 export function bytes(value: number): string {
-  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  const units = ["B", "kB", "MB", "GB", "TB"];
   let at = 0;
-  while (value >= 1024 && at < units.length - 1) {
-    value /= 1024;
+  while (value >= 1000 && at < units.length - 1) {
+    value /= 1000;
     at += 1;
   }
   return `${short.format(value)} ${units[at]}`;
 }
 
 const LONGEST = 36;
+
+export function decimal(value: number): string {
+  return short.format(value);
+}
 
 /** A name cut in its middle: both ends of a name tell it from others. */
 export function middle(name: string, longest = LONGEST): string {
@@ -83,9 +87,10 @@ export const texts = {
       ready: "Loaded",
       loading: "Loading",
       unloading: "Being unloaded",
-      unloaded: "Loads when it is asked",
       failed: "Could not be loaded",
     },
+    /** Of a model that is not loaded. */
+    fits: { fits: "Fits, loads when it is asked", in_turn: "Fits in place of another", not: "Needs more memory than there is" },
     context: (tokens: string) => `${tokens} tokens of context`,
     noAdapter: "No adapter chosen",
     adapter: (scale: number) => `Adapter, scale ${scale}`,
@@ -222,10 +227,10 @@ export const texts = {
   reuse: {
     line: (reused: number, all: number) => (reused ? `${count(reused)} of ${count(all)} tokens reused` : `${count(all)} tokens read`),
     label: "Where the prompt came from",
-    slot: "slot",
-    memory: "memory",
-    disk: "disk",
-    shared: "shared store",
+    slot: "from a slot",
+    memory: "from memory",
+    disk: "from the disk",
+    shared: "from the shared store",
     computed: "computed",
     part: (tokens: number, where: string, took: number | undefined) =>
       `${count(tokens)} ${where}` + (took === undefined ? "" : ` in ${seconds(took)}`),
@@ -412,7 +417,7 @@ export const texts = {
     report: "What the cache saved",
     reportSince: (requests: number, since: string) => `${plural(requests, "request")} since ${since}.`,
     reportReused: (tokens: number) => `${count(tokens)} tokens were not computed again`,
-    reportSaved: "of reading prompts, about",
+    reportSaved: "of reading prompts, estimated",
     tokens: "tokens",
     reportBars: "Tokens of prompts",
     reused: "Reused",

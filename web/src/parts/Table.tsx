@@ -8,19 +8,21 @@ interface Given {
   columns: Record<string, string>;
   /** Keys of the columns that have figures. */
   figures?: string[];
-  /** Whether its rows become cards on a phone. */
+  /** Whether its rows become cards on a small screen. */
   cards?: boolean;
+  /** Keys of the columns that a phone has no room for. */
+  aside?: string[];
   children: ComponentChildren;
 }
 
-export function Table({ label, columns, figures = [], cards = false, children }: Given) {
+export function Table({ label, columns, figures = [], cards = false, aside = [], children }: Given) {
   return (
-    <div class={cards ? "wide cards-on-phone" : "wide"} tabIndex={0} role="region" aria-label={label}>
+    <div class={cards ? "wide as-cards" : "wide"} tabIndex={0} role="region" aria-label={label}>
       <table class="list">
         <thead>
           <tr>
             {Object.entries(columns).map(([key, name]) => (
-              <th scope="col" class={figures.includes(key) ? "num" : undefined}>
+              <th scope="col" class={figures.includes(key) ? "num" : aside.includes(key) ? "only-desk" : undefined}>
                 {name}
               </th>
             ))}

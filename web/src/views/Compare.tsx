@@ -63,7 +63,7 @@ export function Compare({ session, other }: { session: string; other: string }) 
             </h2>
             {rows === 0 && <p class="hint">{texts.compare.nothing}</p>}
             {Array.from({ length: rows }, (_, at) => (
-              <Pair one={turns[0][shared + at]} other={turns[1][shared + at]} />
+              <Pair sessions={[session, other]} titled={titled} one={turns[0][shared + at]} other={turns[1][shared + at]} />
             ))}
           </div>
         </>
@@ -76,20 +76,40 @@ function text(turn: Turn | undefined): string {
   return turn?.reply?.content ?? "";
 }
 
-function Pair({ one, other }: { one: Turn | undefined; other: Turn | undefined }) {
+interface PairGiven {
+  sessions: [string, string];
+  titled: (session: string) => string;
+  one: Turn | undefined;
+  other: Turn | undefined;
+}
+
+function Pair({ sessions, titled, one, other }: PairGiven) {
   const [left, right] = difference(text(one), text(other));
   return (
     <>
-      <Side turn={one} pieces={left} />
-      <Side turn={other} pieces={right} />
+      <Side session={sessions[0]} title={titled(sessions[0])} turn={one} pieces={left} />
+      <Side session={sessions[1]} title={titled(sessions[1])} turn={other} pieces={right} />
     </>
   );
 }
 
-function Side({ turn, pieces }: { turn: Turn | undefined; pieces: Piece[] }) {
-  if (!turn) return <p class="hint side-text">{texts.compare.ends}</p>;
+function Side({ session, title, turn, pieces }: { session: string; title: string; turn: Turn | undefined; pieces: Piece[] }) {
+  // On a phone sides are below each other, so that each has its name.
+  const name = (
+    <a class="side-name only-phone" href={link({ view: "talk", session })}>
+      {title}
+    </a>
+  );
+  if (!turn)
+    return (
+      <div class="side-text">
+        {name}
+        <p class="hint">{texts.compare.ends}</p>
+      </div>
+    );
   return (
     <article class="side-text" aria-label={texts.talk.turnLabel(turn.turn)}>
+      {name}
       <p class="asked">{turn.messages.map((message) => message.content).join("\n")}</p>
       <p class="plain">{pieces.map((piece) => (piece.changed ? <mark>{piece.text}</mark> : piece.text))}</p>
     </article>

@@ -5,9 +5,12 @@ import { useEffect, useState } from "preact/hooks";
 import { get, path, query } from "../api";
 import type { List, Machine as Facts, MachineModel, RecentRequest, Report, ReportDay, Run } from "../api";
 import { notifyError } from "../notices";
+import { isOpaque, readable, titleOf } from "../names";
 import { link } from "../route";
-import { bytes, count, middle, seconds, texts, when } from "../texts";
+import { listed } from "../sessions";
+import { bytes, count, decimal, middle, seconds, texts, when } from "../texts";
 import { plainPrompt } from "../prompt";
+import { Coded } from "../parts/Coded";
 import { Meter, Table, Tile } from "../parts/Table";
 import { Catalogue } from "./BetterModel";
 import { Plot } from "./Plot";
@@ -16,6 +19,8 @@ const words = texts.machine;
 const EVERY = 1500;
 const SAMPLES = 120;
 const REQUESTS = 50;
+const { slot, memory, disk, shared } = texts.reuse;
+const FROM: Record<string, string> = { slot, memory, disk, shared };
 
 interface Sample {
   busy: number;
@@ -72,7 +77,7 @@ export function Machine() {
       <div class="cards">{facts?.models.map((model) => <Model key={model.id} model={model} />)}</div>
       <h2>{words.plots}</h2>
       <div class="plots">
-        <Plot name={words.plotSpeed} values={answered.map((each) => each.timings.decode_speed)} shown={(value) => value.toFixed(1)} />
+        <Plot name={words.plotSpeed} values={answered.map((each) => each.timings.decode_speed)} shown={decimal} />
         <Plot name={words.plotFirst} values={answered.map((each) => each.timings.queued + each.timings.prefill)} shown={seconds} />
         <Plot name={words.plotBusy} values={samples.map((each) => each.busy)} shown={count} />
         <Plot name={words.plotQueue} values={samples.map((each) => each.waiting)} shown={count} />
@@ -85,7 +90,9 @@ export function Machine() {
       <Requests requests={requests} />
       <section aria-label={words.catalogue}>
         <h2>{words.catalogue}</h2>
-        <p class="hint">{words.catalogueNote}</p>
+        <p class="hint">
+          <Coded text={words.catalogueNote} />
+        </p>
         <Catalogue />
       </section>
     </div>
@@ -177,15 +184,15 @@ function Prefix({ run }: { run: Run }) {
           </button>
         )}
         <span class="prefix-text">{plainPrompt(run.text)}</span>
+        {run.labels.map((label) => (
+          <span class="badge">{label}</span>
+        ))}
         <span class="figure">{words.holds(run.tokens)}</span>
         {Object.entries(run.nbytes).map(([tier, size]) => (
           <span class="figure">
             <i class={`dot tier-${tier}`} aria-hidden="true" />
             {tier} {bytes(size)}
           </span>
-        ))}
-        {run.labels.map((label) => (
-          <span class="badge">{label}</span>
         ))}
       </div>
       {open && run.follows && <Prefixes parent={run.id} asked={0} />}
@@ -252,12 +259,14 @@ function ReportView({ asked }: { asked: number }) {
 
 /** The last seven days: how much of each day's prompts was reused, and what was written. */
 function Week({ days }: { days: ReportDay[] }) {
+  // Days before the first request say nothing.
+  const first = days.findIndex((day) => day.requests > 0);
   const most = Math.max(1, ...days.map((day) => day.reused_tokens + day.computed_tokens));
   return (
     <>
       <h3>{words.reportWeek}</h3>
       <Table label={words.reportWeek} columns={words.weekColumns} figures={["requests", "reused", "computed", "saved", "written"]}>
-        {days.map((day) => (
+        {days.slice(Math.max(0, first)).map((day) => (
           <tr key={day.day}>
             <th scope="row" class="fit">
               {day.day}
@@ -277,28 +286,34 @@ function Week({ days }: { days: ReportDay[] }) {
   );
 }
 
+/** What a session is called, where the list has it. */
+function named(session: string): string {
+  const known = listed.value.sessions.find((each) => each.name === session);
+  return known?.title ? titleOf(known) : isOpaque(session) ? session : readable(session);
+}
+
 function Requests({ requests }: { requests: RecentRequest[] }) {
   if (!requests.length) return <p class="hint">{words.requestsNone}</p>;
   return (
-    <Table label={words.requests} columns={words.columns} figures={["computed", "first", "speed"]}>
+    <Table label={words.requests} columns={words.columns} figures={["computed", "first", "speed"]} aside={["why"]}>
       {requests.map((each) => (
         <tr key={each.number}>
           <td class="fit">{when(each.ended)}</td>
           <td title={each.session ?? undefined}>
-            {each.session && <a href={link({ view: "talk", session: each.session })}>{middle(each.session, 30)}</a>}
+            {each.session && <a href={link({ view: "talk", session: each.session })}>{middle(named(each.session), 30)}</a>}
           </td>
           <td>
             {Object.entries(each.reuse.tiers).map(([tier, tokens]) => (
               <span class="figure">
                 <i class={`dot tier-${tier}`} aria-hidden="true" />
-                {count(tokens)} {tier}
+                {count(tokens)} {FROM[tier] ?? tier}
               </span>
             ))}
           </td>
           <td class="num">{count(each.reuse.computed)}</td>
           <td class="num">{seconds(each.timings.queued + each.timings.prefill)}</td>
-          <td class="num">{each.timings.decode_speed.toFixed(1)}</td>
-          <td class="hint">{each.reuse.why}</td>
+          <td class="num">{decimal(each.timings.decode_speed)}</td>
+          <td class="hint only-desk">{each.reuse.why}</td>
         </tr>
       ))}
     </Table>

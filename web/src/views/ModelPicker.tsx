@@ -98,10 +98,11 @@ function facts(model: ModelName): string {
 
 function State({ model }: { model: ModelName }) {
   const state = model.error !== null && model.state !== "ready" ? "failed" : model.state;
+  const fails = state === "failed" || (state === "unloaded" && model.fit === "not");
   return (
-    <span class={`state ${state}`}>
-      {state === "failed" ? <CircleAlert size={12} aria-hidden="true" /> : state === "loading" ? <Download size={12} aria-hidden="true" /> : null}
-      {words.states[state]}
+    <span class={fails ? "state failed" : `state ${state}`}>
+      {fails ? <CircleAlert size={12} aria-hidden="true" /> : state === "loading" ? <Download size={12} aria-hidden="true" /> : null}
+      {state === "unloaded" ? words.fits[model.fit] : words.states[state]}
     </span>
   );
 }

@@ -4,7 +4,7 @@ import { Download, Moon, Search, Sun, Trash, Upload } from "lucide-preact";
 import { useEffect, useRef, useState } from "preact/hooks";
 import { get, path, post, query, request } from "../api";
 import type { List, Plan, Reuse, SessionAnswer, SessionState, SessionSummary } from "../api";
-import { agentName, isOpaque, titleOf } from "../names";
+import { agentName, isOpaque, readable, titleOf } from "../names";
 import { deleteSession, leaving, notify, notifyError } from "../notices";
 import { IconButton } from "../parts/Icon";
 import { FileButton, Menu, MenuItem } from "../parts/Pop";
@@ -125,7 +125,7 @@ function Row({ session, asked, onChanged, onWake }: RowGiven) {
       </th>
       <td data-label={words.columns.from}>
         {session.origin
-          ? words.origin(session.origin.how, session.origin.session)
+          ? words.origin(session.origin.how, session.origin.session && readable(session.origin.session))
           : session.agent && session.agent !== "browser"
             ? agentName(session.agent)
             : session.kind === "session"

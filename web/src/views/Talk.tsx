@@ -9,6 +9,7 @@ import { DrawQueue, keepPlace, placeOf, type Place } from "../drawing";
 import { chosenModel, models } from "../models";
 import { titleOf } from "../names";
 import { notifyError } from "../notices";
+import { Coded } from "../parts/Coded";
 import { IconButton } from "../parts/Icon";
 import { Menu, MenuItem } from "../parts/Pop";
 import { link } from "../route";
@@ -155,7 +156,9 @@ export function Talk({ talk, treeShown, onTree, onMenu, settingsShown, onSetting
             )}
             {talk.system && talk.first <= 1 && !isEmpty && <Said message={{ role: "system", content: talk.system }} />}
             {isEmpty && <Greeting />}
-            {talk.state === "gone" && <p class="problem">{talk.name?.includes("/") ? texts.talk.slashed : texts.talk.gone}</p>}
+            {talk.state === "gone" && <p class="problem">
+                <Coded text={talk.name?.includes("/") ? texts.talk.slashed : texts.talk.gone} />
+              </p>}
             {talk.state === "unreachable" && (
               <p class="problem" role="status">
                 {texts.errors.trying}

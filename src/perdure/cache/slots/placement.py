@@ -378,7 +378,7 @@ def why_not_more(
     """Why just `reused` of `tokens` were, where `restorable` could have been moved from elsewhere and
     `shared` are held in some form. `exact` is the step of exact mode, `budget` that of the whole cache."""
     if reused >= len(tokens):
-        return "all but the last token, whose logits are needed"
+        return "all but the last token, which is always computed"
     if restorable > reused:
         return f"moving {restorable} tokens from elsewhere costs more than computing them"
     if shared > reused and exact is not None:
@@ -392,7 +392,7 @@ def why_not_more(
     if blocks.was_evicted(tokens, namespace, shared, adapters):
         return f"what followed token {shared} was evicted: the budget is {budget} bytes"
     if reused:
-        return f"first difference at token {reused}"
+        return f"the prompt is new from token {reused} on"
     if field_name := blocks.changed(tokens, namespace, adapters):
         return f"the identity changed in its {field_name}"
     return "no cached prefix matches"

@@ -22,7 +22,7 @@ from perdure.server.core.schemas import (
     errors,
     refuse_fields,
 )
-from perdure.server.pool import PooledModel, facts_of, parse_duration
+from perdure.server.pool import Fit, PooledModel, facts_of, parse_duration
 
 
 class TokenizeRequest(RequestSchema):
@@ -83,6 +83,8 @@ class ModelAnswer(ResponseSchema):
     """Seconds after which it is unloaded if nobody asks for it; none: not by time."""
     memory_bytes: int | None = None
     """That it is predicted to take, on the machine and on devices."""
+    fit: Fit = "fits"
+    """Whether it can be loaded beside what is loaded, in turn with it, or not at all."""
     error: str | None = None
     """Why it could not be loaded, the last time that it was tried."""
     adapter: AdapterAnswer | None = None
@@ -232,6 +234,7 @@ def _model(
             "load_seconds": model.load_seconds or None,
             "expires_in": model.expires_in if model.is_ready else None,
             "memory_bytes": model.machine + model.device or None,
+            "fit": model.fit,
             # What kept it from being loaded may name files, which are for the operator's log.
             "error": type(model.error).__name__ if model.error is not None else None,
         }

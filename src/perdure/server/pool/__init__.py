@@ -1,6 +1,6 @@
 """Several models of one process, loaded when they are asked for and let go when they are not."""
 
-from perdure.server.pool.pool import ModelFacts, ModelPool, PooledModel, facts_of
+from perdure.server.pool.pool import Fit, ModelFacts, ModelPool, PooledModel, facts_of
 from perdure.server.pool.spec import (
     ModelSpec,
     Selection,
@@ -16,6 +16,7 @@ from perdure.server.pool.spec import (
 )
 
 __all__ = [
+    "Fit",
     "ModelFacts",
     "ModelPool",
     "ModelSpec",

@@ -38,6 +38,7 @@ _DRAIN = 1.0
 _FOR_EVER = -1.0
 
 Loading = Literal["unloaded", "loading", "ready", "unloading"]
+Fit = Literal["fits", "in_turn", "not"]
 
 
 @dataclass(slots=True, eq=False)
@@ -144,6 +145,13 @@ class PooledModel(Residence):
         if self.is_ready:
             return "unloading" if self.draining else "ready"
         return "loading" if self.resident else "unloaded"
+
+    @property
+    def fit(self) -> Fit:
+        """Whether it can be loaded beside what is loaded, in turn with others, or not at all."""
+        if self.resident or self._pool.fits(self, lambda other: other.resident):
+            return "fits"
+        return "in_turn" if self._pool.fits(self, lambda other: not other.can_unload) else "not"
 
     def facts(self) -> ModelFacts:
         """What is known of it without loading it. It may have to read the head of its file."""
@@ -517,13 +525,18 @@ class ModelPool:
             # The loop is closed, and the task that waited in it is gone.
             log.debug("a request that waited for a model is gone")
 
-    def _has_room(self, model: PooledModel) -> bool:
-        others = [each for each in self.models.values() if each.resident and each is not model]
-        if self.room is None or not others:
+    def fits(self, model: PooledModel, beside: Callable[[PooledModel], bool]) -> bool:
+        """Whether a model and those others take no more memory than there is."""
+        if self.room is None:
             return True
-        machine = model.machine + sum(each.machine for each in others)
-        device = model.device + sum(each.device for each in others)
+        both = [model, *(each for each in self.models.values() if each is not model and beside(each))]
+        machine, device = sum(each.machine for each in both), sum(each.device for each in both)
         return machine <= self.room.machine and device <= self.room.device
+
+    def _has_room(self, model: PooledModel) -> bool:
+        others = (each for each in self.models.values() if each is not model)
+        # By itself it is tried: the prediction may be wrong.
+        return not any(each.resident for each in others) or self.fits(model, lambda other: other.resident)
 
     def _make_room(self, model: PooledModel) -> None:
         """Have others go, those that were used longest ago first, as many as must."""
