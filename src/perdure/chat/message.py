@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, TypeAlias, cast
 
 from perdure.atomic import read_file
 from perdure.checks import is_whole
@@ -25,6 +25,8 @@ _SHORT = 1024
 _IMAGE_BYTES = 64 << 20
 """Of the file of an image."""
 _DIGEST = re.compile("[0-9a-f]{64}")
+Detail: TypeAlias = Literal["auto", "low", "high"]
+DETAILS: tuple[Detail, ...] = ("auto", "low", "high")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 """What may be half of a surrogate pair, written as an escape."""
 
@@ -32,12 +34,16 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 class Image:
     """A picture: a file (PNG, JPEG, WebP, GIF), or its bytes. It is encoded when a model first reads it.
 
-    Two are equal if their files are. `data` is None for one that a session names: the store has its file.
+    With `detail="low"` it is scaled down before, to at most 512 pixels a side, where it takes fewer tokens
+    so; "auto" and "high" give the model all that it takes. Two are equal if their files are and both are
+    read alike. `data` is None for one that a session names: the store has its file.
     """
 
-    __slots__ = ("data", "digest")
+    __slots__ = ("data", "digest", "is_sound", "low")
 
-    def __init__(self, source: str | os.PathLike[str] | bytes) -> None:
+    def __init__(self, source: str | os.PathLike[str] | bytes, *, detail: Detail = "auto") -> None:
+        self.low = _is_low(detail, "detail")
+        """Whether it is scaled down before it is encoded."""
         if isinstance(source, (bytes, bytearray, memoryview)):
             self.data: bytes | None = bytes(source)
         elif isinstance(source, (str, os.PathLike)):
@@ -47,26 +53,46 @@ class Image:
                 raise InvalidInputError(f"the image {source} cannot be read: {error.strerror}") from None
         else:
             raise InvalidInputError(f"an image is a path or bytes, got {type(source).__name__}")
+        self.is_sound = is_sound(self.data)
         self.digest = hashlib.sha256(self.data).hexdigest()
         """The SHA-256 of the file, in hex."""
 
     @classmethod
-    def kept(cls, digest: object, where: str) -> Image:
-        """One whose file is in the store."""
+    def kept(cls, digest: object, where: str, form: object = "auto") -> Image:
+        """One whose file is in the store: a detail, or "sound"."""
         if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
             raise InvalidInputError(f"{where}: a digest must be a SHA-256 in hex, got {digest!r}")
         image = cls.__new__(cls)
-        image.data, image.digest = None, digest
+        image.data, image.digest, image.is_sound = None, digest, form == "sound"
+        image.low = not image.is_sound and _is_low(form, where)
         return image
 
+    @property
+    def name(self) -> str:
+        """What tells it apart in a prompt: the digest of its file, and whether it is scaled down."""
+        return f"{self.digest}low" if self.low else self.digest
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Image) and other.digest == self.digest
+        return isinstance(other, Image) and other.name == self.name
 
     def __hash__(self) -> int:
-        return hash(self.digest)
+        return hash(self.name)
 
     def __repr__(self) -> str:
-        return f"Image({self.digest[:12]}…)"
+        return f"Image({self.digest[:12]}…{', detail=low' if self.low else ''})"
+
+
+def is_sound(data: bytes) -> bool:
+    """Whether a file says that it is a sound."""
+    return data[:4] == b"RIFF" and data[8:12] == b"WAVE"
+
+
+def _is_low(detail: object, where: str) -> bool:
+    if detail not in DETAILS:
+        raise InvalidInputError(
+            f"{where}: the detail of an image is one of {', '.join(DETAILS)}, got {detail!r}"
+        )
+    return detail == "low"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +206,10 @@ class Message:
             shape["name"] = self.name
         if self.images:
             # By digest: their files are in the store.
-            shape["images"] = [[at, image.digest] for at, image in self.images]
+            shape["images"] = [
+                [at, image.digest, *(["sound"] if image.is_sound else ["low"] * image.low)]
+                for at, image in self.images
+            ]
         return shape
 
 
@@ -289,13 +318,14 @@ def _kept_images(value: object, content: str, where: str) -> tuple[tuple[int, Im
     """Images whose files are in the store, as `to_dict` writes them."""
     images: list[tuple[int, Image]] = []
     for entry in value if isinstance(value, (list, tuple)) else ():
-        at, digest = entry if isinstance(entry, (list, tuple)) and len(entry) == 2 else (None, None)
+        is_entry = isinstance(entry, (list, tuple)) and len(entry) in (2, 3)
+        at, digest, *form = entry if is_entry else (None, None)
         least = images[-1][0] if images else 0
         if not is_whole(at) or not least <= at <= len(content):
             raise InvalidInputError(
                 f"{where} are pairs of a place in the content and a digest, got {entry!r}"
             )
-        images.append((at, Image.kept(digest, where)))
+        images.append((at, Image.kept(digest, where, *form)))
     return tuple(images)
 
 

@@ -371,11 +371,11 @@ class PromptBuilder:
 
     def image_tokens(self, messages: Sequence[Message], namespace: str) -> ImageTokens | None:
         """What gives the tokens of the images in messages; None where there are none."""
-        images = {image.digest: image for message in messages for _, image in message.images}
+        images = {image.name: image for message in messages for _, image in message.images}
         if not images:
             return None
         reader = self._open_images()
-        return lambda digest: reader.tokens(images[digest], namespace)
+        return lambda name: reader.tokens(images[name], namespace)
 
     def _transcript(
         self,

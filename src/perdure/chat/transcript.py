@@ -28,20 +28,21 @@ _Tree: TypeAlias = dict[str, "_Tree"]
 
 
 MARK = "\ue001"
-"""What stands around the digest of an image in a prompt's text. Of Unicode's private use, too."""
-MARKED = re.compile(f"{MARK}([0-9a-f]{{64}}){MARK}")
+"""What stands around the name of an image in a prompt's text. Of Unicode's private use, too."""
+_NAME = "[0-9a-f]{64}(?:low)?"
+MARKED = re.compile(f"{MARK}({_NAME}){MARK}")
 OURS = secrets.token_hex(16)
 """Nobody can type a mark: until the text around it is guarded, this stands in it, and is never written."""
-_GENUINE = re.compile(f"{GUARD}?{MARK}{OURS}([0-9a-f]{{64}}){GUARD}?{MARK}")
+_GENUINE = re.compile(f"{GUARD}?{MARK}{OURS}({_NAME}){GUARD}?{MARK}")
 ImageTokens: TypeAlias = Callable[[str], Sequence[int]]
-"""The tokens of an image of a prompt, by its digest."""
+"""The tokens of an image of a prompt, by its name."""
 
 
 def marked(content: str, images: Sequence[tuple[int, Image]]) -> str:
     """A text with marks where its images stand, before it is guarded."""
     parts, start = [], 0
     for at, image in images:
-        parts += [content[start:at], f"{MARK}{OURS}{image.digest}{MARK}"]
+        parts += [content[start:at], f"{MARK}{OURS}{image.name}{MARK}"]
         start = at
     return "".join([*parts, content[start:]])
 

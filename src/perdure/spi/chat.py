@@ -3,8 +3,7 @@
 from perdure.chat.chat_format import ChatFormat
 from perdure.chat.formats.llama3 import HEADER_MARKS
 from perdure.chat.formats.registry import detect
-from perdure.chat.media.sound import is_sound
-from perdure.chat.message import Image, parse_messages
+from perdure.chat.message import DETAILS, Detail, Image, is_sound, parse_messages
 from perdure.chat.normaliser import MessageNormaliser
 from perdure.chat.options import ChatOptions
 from perdure.chat.parsing import ID, INDEX, Malformed
@@ -45,6 +44,7 @@ from perdure.chat.transcript import ChatTokenizer, Transcript, shared_length
 
 __all__ = [
     "CHATML_MARKS",
+    "DETAILS",
     "HEADER_MARKS",
     "ID",
     "INDEX",
@@ -67,6 +67,7 @@ __all__ = [
     "ChatOptions",
     "ChatReply",
     "ChatTokenizer",
+    "Detail",
     "Family",
     "Guard",
     "Image",

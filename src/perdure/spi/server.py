@@ -88,7 +88,7 @@ from perdure.server.protocols.chat import (
     extension,
     reply_request,
 )
-from perdure.server.protocols.image_input import KEPT, image_of_base64, image_of_url
+from perdure.server.protocols.image_input import KEPT, image_of_base64, image_of_url, sound_of_base64
 from perdure.server.protocols.naming_fields import NamingFields, is_id
 from perdure.server.protocols.openai import (
     MARKS,
@@ -228,6 +228,7 @@ __all__ = [
     "reply_request",
     "served",
     "session_id",
+    "sound_of_base64",
     "spec_of_file",
     "stopping",
     "streamed",

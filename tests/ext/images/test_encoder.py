@@ -176,6 +176,23 @@ def test_e4_a_file_that_takes_too_long_is_given_up(toy: Toy) -> None:
             assert encoder.pid is None
 
 
+@pytest.mark.parametrize("kind", ["qwen2vl", "idefics3", "llava"])
+def test_e3_an_image_of_low_detail_is_scaled_down_where_it_takes_fewer_tokens_so(toy: Toy, kind: str) -> None:
+    content = pixels(800, 64)
+    small = Image.fromarray(content).resize((512, 41), Image.Resampling.LANCZOS)
+    with Encoder(*toy(kind), threads=1) as encoder:
+        low = encoder.encode(as_file(content), low=True).tokens
+        assert encoder.count(as_file(content), low=True) == len(low)
+        whole = encoder.encode(as_file(content)).tokens
+        if kind == "qwen2vl":
+            assert len(low) < len(whole)
+            assert low == encoder.encode(as_file(small)).tokens
+        else:
+            # As many tokens at either size: it is left as it is.
+            assert low == whole
+        assert encoder.encode(picture(), low=True).tokens == encoder.encode(picture()).tokens
+
+
 def test_it_ends_when_idle_and_starts_again(toy: Toy) -> None:
     with Encoder(*toy("llava"), threads=1, idle=0.3) as encoder:
         first = encoder.encode(picture())

@@ -220,6 +220,54 @@ def test_an_image_costs_tokens_that_are_known_before_and_its_file_is_read_back(s
         client.delete("/v1/sessions/walk").raise_for_status()
 
 
+def test_openai_asks_for_less_detail(toy: Toy, tmp_path: Path) -> None:
+    """In chat completions, in Responses, in sessions, and before an image is sent."""
+    url = url_of(picture(800, 64))
+    with (
+        perdure.open(toy("qwen2vl")[0], store=tmp_path, n_ctx=4096, slots=2, threads=1) as runtime,
+        live_server(runtime) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as client,
+        server.client() as direct,
+    ):
+
+        def by_chat(**detail: Any) -> int:
+            part = {"type": "image_url", "image_url": {"url": url, **detail}}
+            said: Any = [{"role": "user", "content": [part]}]
+            reply: Any = client.chat.completions.create(model="toy", messages=said, max_tokens=2)
+            return int(reply.usage.prompt_tokens_details.image_tokens)
+
+        def by_count(**detail: Any) -> int:
+            answer = direct.post("/v1/images/count", json={"image_url": url, **detail}).raise_for_status()
+            return int(answer.json()["tokens"])
+
+        def respond(content: Any, **more: Any) -> Any:
+            said: Any = [{"role": "user", "content": content}]
+            return client.responses.create(model="toy", max_output_tokens=2, input=said, **more)
+
+        whole, low = by_chat(), by_chat(detail="low")
+        assert low < whole == by_chat(detail="auto") == by_chat(detail="high")
+        assert whole - low == by_count(detail="high") - by_count(detail="low")
+
+        image: Any = {"type": "input_image", "image_url": url, "detail": "low"}
+        fewer, more = respond([image]), respond([{**image, "detail": "original"}])
+        assert more.usage.input_tokens - fewer.usage.input_tokens == whole - low
+        behind = respond("so?", previous_response_id=fewer.id)
+        assert low < behind.usage.input_tokens < whole
+        conversation = client.conversations.create(items=[{"role": "user", "content": [image]}])
+        shown: Any = client.conversations.items.list(conversation.id).data[0]
+        assert shown.content[0].detail == "low"
+        direct.post("/v1/sessions", json={"name": "walk"}).raise_for_status()
+        part = {"type": "image_url", "image_url": {"url": url, "detail": "low"}}
+        turn = {"messages": [{"role": "user", "content": [part]}], "max_tokens": 2}
+        usage = direct.post("/v1/sessions/walk/turns", json=turn).raise_for_status().json()["usage"]
+        assert usage["prompt_tokens_details"]["image_tokens"] == low
+        [said] = direct.get("/v1/sessions/walk/turns").json()["data"][0]["messages"]
+        assert [each[2:] for each in said["images"]] == [["low"]]
+        for wrong in ("tiny", 1, ["low"]):
+            with pytest.raises(openai.BadRequestError, match="low, high"):
+                respond([{**image, "detail": wrong}])
+
+
 @pytest.mark.parametrize("protocol", ["chat", "messages", "responses", "ollama", "session"])
 def test_a_key_sends_images_that_no_other_key_finds(toy: Toy, tmp_path: Path, protocol: str) -> None:
     """H5: not by a name, not by a digest; and they count in what it may store."""
@@ -320,6 +368,47 @@ def test_openai_sends_a_sound_and_goes_on(toy: Toy, tmp_path: Path) -> None:
         ):
             with pytest.raises(openai.BadRequestError, match=words):
                 ask(wrong)
+
+
+def test_responses_take_sounds_also_as_results_of_tools(toy: Toy, tmp_path: Path) -> None:
+    data = sound(1)
+    part: Any = {"type": "input_audio", "input_audio": {"data": base64_of(data), "format": "wav"}}
+    said: Any = {"role": "user", "content": [part, {"type": "input_text", "text": "?"}]}
+    with (
+        perdure.open(toy("qwen2a")[0], store=tmp_path, n_ctx=8192, slots=2, threads=1, exact=True) as runtime,
+        live_server(runtime) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as client,
+        server.client() as direct,
+    ):
+
+        def ask(*items: Any, **more: Any) -> Any:
+            return client.responses.create(
+                model="toy", input=list(items), max_output_tokens=8, temperature=0, **more
+            )
+
+        reply = ask(said)
+        assert reply.output_text == expected(server, perdure.Sound(data), "?")
+        # What was sent is shown by its digest, and can be sent so.
+        [shown] = direct.get(f"/v1/responses/{reply.id}/input_items").json()["data"]
+        kept_sound = {"data": f"sha256:{Image(data).digest}", "format": "wav"}
+        assert shown["content"][0] == {"type": "input_audio", "input_audio": kept_sound}
+        assert ask({"role": "user", "content": shown["content"]}).output_text == reply.output_text
+        more = ask({"role": "user", "content": "and then?"}, previous_response_id=reply.id)
+        assert more.usage.input_tokens > 750
+        call: Any = {"type": "function_call", "call_id": "call_1", "name": "hear", "arguments": "{}"}
+        result: Any = {"type": "function_call_output", "call_id": "call_1", "output": [part]}
+        assert ask({"role": "user", "content": "hear"}, call, result).usage.input_tokens > 750
+        conversation = client.conversations.create(items=[said])
+        [item] = direct.get(f"/v1/conversations/{conversation.id}/items").json()["data"]
+        assert item["content"][0] == {"type": "input_audio", "input_audio": kept_sound}
+        for wrong, words in (
+            ({"data": base64_of(data), "format": "mp3"}, "WAV"),
+            ({"data": base64_of(picture()), "format": "wav"}, "WAV"),
+            ({"format": "wav"}, "WAV"),
+            (None, "data and format"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=words):
+                ask({"role": "user", "content": [{**part, "input_audio": wrong}]})
 
 
 def test_h5_f1_an_image_of_one_key_saves_another_key_nothing(toy: Toy, tmp_path: Path) -> None:

@@ -241,10 +241,10 @@ def test_e7_a_known_image_waits_for_no_other(
     begun, go_on = threading.Event(), threading.Event()
     encode = Encoder.encode
 
-    def slowly(self: Encoder, data: bytes, *rest: Any) -> Any:
+    def slowly(self: Encoder, data: bytes, *rest: Any, **detail: Any) -> Any:
         begun.set()
         assert go_on.wait(60)
-        return encode(self, data, *rest)
+        return encode(self, data, *rest, **detail)
 
     with opened(model, tmp_path) as rt:
         first = rt.chat([seen(known, "what?")], **ASK)
@@ -393,6 +393,49 @@ def test_a5_i6_an_image_that_changed_is_named_and_its_mark_is_not_shown(model: P
     assert difference.place == "messages[0] (user), line 1"
     assert difference.now.startswith(f"see [image {second.digest[:12]}] here w1")
     assert difference.before.startswith(f"see [image {first.digest[:12]}] here w1")
+
+
+def test_e1_e2_e3_an_image_of_low_detail_takes_fewer_tokens_wherever_it_stands(
+    toy: Toy, tmp_path: Path
+) -> None:
+    """The same file in both details is two images, in one prompt, after a restart and in a fork; each is
+    encoded once."""
+    model, store, file = toy("qwen2vl")[0], tmp_path / "store", picture(800, 64)
+    whole, low = Image(file), Image(file, detail="low")
+    assert whole == Image(file, detail="high") != low
+    said = seen("a ", low, " b ", whole, BEHIND)
+    with opened(model, tmp_path / "cold") as rt:
+        session = rt.session("walk")
+        expected = [session.say(each, **ASK) for each in (said, seen("and ", low))]
+        alone = [rt.chat([seen(each, BEHIND)], **ASK).usage.media_tokens for each in (low, whole)]
+        assert alone[0] < alone[1]
+        assert expected[0].usage.media_tokens == sum(alone)
+        assert rt.count_chat([seen(whole)]) - rt.count_chat([seen(low)]) == alone[1] - alone[0]
+    with opened(model, store) as rt:
+        assert rt.session("walk").say(said, **ASK).tokens == expected[0].tokens
+    with opened(model, store) as rt:
+        session = rt.session("walk")
+        [kept] = session.history()[0].messages
+        assert [image for _, image in kept.images] == [low, whole]
+        for each in (session.fork("branch"), session):
+            reply = each.say(seen("and ", low), **ASK)
+            assert reply.tokens == expected[1].tokens
+            assert reply.reuse.reused >= sum(alone)
+        assert encoded(rt) == 2
+        assert Message.parse(kept.to_dict()) == kept
+    with pytest.raises(InvalidInputError, match="auto, low, high"):
+        Image(file, detail="tiny")  # type: ignore[arg-type]
+
+
+def test_a5_a_detail_that_changed_is_named(toy: Toy, tmp_path: Path) -> None:
+    file = picture(800, 64)
+    with opened(toy("qwen2vl")[0], tmp_path) as rt:
+        reply = rt.chat([seen("see ", Image(file), BEHIND)], **ASK)
+        more: list[Any] = [{"role": "assistant", "content": reply.text}, {"role": "user", "content": "so?"}]
+        other = rt.chat([seen("see ", Image(file, detail="low"), BEHIND), *more], **ASK)
+    assert other.difference is not None
+    assert other.difference.now.startswith(f"see [image {Image(file).digest[:12]} low] here w1")
+    assert other.difference.before.startswith(f"see [image {Image(file).digest[:12]}] here w1")
 
 
 def test_e1_e2_a_sound_is_kept_and_heard_once(toy: Toy, tmp_path: Path) -> None:

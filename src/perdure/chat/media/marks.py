@@ -13,12 +13,16 @@ from perdure.errors import PerdureError
 if TYPE_CHECKING:
     from perdure.chat.message import Image, Message
 
-_SHOWN = re.compile(f"{GUARD}?{MARK}(?:{OURS})?([0-9a-f]{{12}})[0-9a-f]{{52}}{GUARD}?{MARK}")
+_SHOWN = re.compile(f"{GUARD}?{MARK}(?:{OURS})?([0-9a-f]{{12}})[0-9a-f]{{52}}(low)?{GUARD}?{MARK}")
 
 
 def with_names(text: str) -> str:
     """A text for people, with the beginning of a digest in the place of each image."""
-    return _SHOWN.sub(r"[image \1]", text) if MARK in text else text
+    return _SHOWN.sub(_shown, text) if MARK in text else text
+
+
+def _shown(mark: re.Match[str]) -> str:
+    return f"[image {' '.join(filter(None, mark.groups()))}]"
 
 
 def are_restored(
@@ -30,10 +34,10 @@ def are_restored(
     """Have the images of a prompt encoded again, of which rows are gone; whether those that it names are
     there now. Another encoder makes others."""
     images = image_tokens(messages, namespace)
-    named = {image.digest for message in messages for _, image in message.images}
+    named = {image.name for message in messages for _, image in message.images}
     # Some of what looks so was typed.
-    shown = [digest for digest in dict.fromkeys(MARKED.findall(prompt.text)) if digest in named]
-    there = {token for digest in shown for token in images(digest)} if images is not None else set()
+    shown = [name for name in dict.fromkeys(MARKED.findall(prompt.text)) if name in named]
+    there = {token for name in shown for token in images(name)} if images is not None else set()
     return there.issuperset(token for token in prompt.tokens if token < 0)
 
 

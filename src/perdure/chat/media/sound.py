@@ -15,10 +15,5 @@ class Sound(Image):
 
     def __init__(self, source: str | os.PathLike[str] | bytes) -> None:
         super().__init__(source)
-        if not is_sound(self.data or b""):
+        if not self.is_sound:
             raise InvalidInputError("a sound is a WAV file, and this is none: convert it")
-
-
-def is_sound(data: bytes) -> bool:
-    """Whether a file says that it is a sound."""
-    return data[:4] == b"RIFF" and data[8:12] == b"WAVE"

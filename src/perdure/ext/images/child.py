@@ -4,10 +4,10 @@
      "idle": 60}
     → {"version": "0.6.0", "images": true, "sounds": false}
 
-    {"encode": "image"} and the file's bytes
+    {"encode": "image", "low": false} and the file's bytes
     → {"decoded": [640, 480]}
     → {"pieces": [[1, 260], {"kind": "image", "tokens": 64, …}, [259]]} and the rows, float32
-    {"count": "image"} and the bytes → {"tokens": 66}
+    {"count": "image", "low": false} and the bytes → {"tokens": 66}
 
     → {"error": "InvalidInputError", "message": "…"} in place of any answer
 
@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure import InvalidInputError, PerdureError, TooLargeError
-from perdure.ext.images.media import Medium, Piece
+from perdure.ext.images.media import MOST_LOW, Medium, Piece
 from perdure.ext.images.wire import receive, send
 from perdure.spi.base import processes
 
@@ -88,7 +88,7 @@ def _load(setup: dict[str, Any]) -> Mtmd:
 
 
 def _serve(mtmd: Mtmd, request: dict[str, Any], data: bytes, out: BinaryIO) -> None:
-    from perdure.ext.images.pixels import pixels_of, size_of
+    from perdure.ext.images.pixels import pixels_of, resized, size_of
 
     if not request:
         send(out, {})
@@ -97,7 +97,8 @@ def _serve(mtmd: Mtmd, request: dict[str, Any], data: bytes, out: BinaryIO) -> N
     if not (mtmd.sounds if kind == "audio" else mtmd.images):
         raise InvalidInputError(f"this model takes no {'sounds' if kind == 'audio' else 'images'}")
     if "count" in request and kind == "image":
-        send(out, {"tokens": mtmd.count_image(*size_of(data))})
+        size = size_of(data)
+        send(out, {"tokens": mtmd.count_image(*(_low(mtmd, size) if request["low"] else size))})
         return
     if kind == "audio":
         samples = samples_of(data, mtmd.sample_rate)
@@ -108,10 +109,18 @@ def _serve(mtmd: Mtmd, request: dict[str, Any], data: bytes, out: BinaryIO) -> N
         pieces = mtmd.encode_sound(samples)
     else:
         pixels = pixels_of(data)
+        if request["low"]:
+            pixels = resized(pixels, _low(mtmd, pixels.shape[1::-1]))
         send(out, {"decoded": pixels.shape[1::-1]})
         pieces = mtmd.encode_image(pixels)
     rows = [piece.rows.tobytes() for piece in pieces if isinstance(piece, Medium)]
     send(out, {"pieces": list(map(_described, pieces))}, *rows)
+
+
+def _low(mtmd: Mtmd, size: tuple[int, ...]) -> tuple[int, ...]:
+    """The size that an image is scaled down to: where it takes no fewer tokens so, it is left as it is."""
+    smaller = tuple(max(1, round(each * min(1.0, MOST_LOW / max(size)))) for each in size)
+    return smaller if mtmd.count_image(*smaller) < mtmd.count_image(*size) else size
 
 
 def _described(piece: Piece) -> Any:

@@ -32,9 +32,10 @@ from perdure import (
 )
 from perdure.ext.images import fetched
 from perdure.ext.images.library import find_library
-from perdure.ext.images.media import EncodedFile, Medium, MediumKind, Piece
+from perdure.ext.images.media import MOST_LOW, EncodedFile, Medium, MediumKind, Piece
 from perdure.ext.images.wire import receive, send
 from perdure.spi.base import Closing, content_digest, errors, processes, system
+from perdure.spi.chat import Image
 from perdure.spi.models import deadly_files
 from perdure.spi.runtime import BackgroundTimer
 
@@ -110,27 +111,32 @@ class Encoder(Closing):
         ]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
+    def identity_for(self, image: Image) -> str:
+        """What rows of this image depend on besides its file."""
+        return f"{self.identity}, at most {MOST_LOW} a side" if image.low else self.identity
+
     @property
     def pid(self) -> int | None:
         """Of the process; None where there is none now."""
         child = self._child
         return None if child is None or not child.is_running else child.pid
 
-    def encode(self, data: bytes, kind: MediumKind = "image") -> EncodedFile:
-        """What stands for a file in a prompt. InvalidInputError, TooLargeError: the file's fault."""
+    def encode(self, data: bytes, kind: MediumKind = "image", *, low: bool = False) -> EncodedFile:
+        """What stands for a file in a prompt, of an image that is scaled down before with `low`.
+        InvalidInputError, TooLargeError: the file's fault."""
         _check_size(data)
         with self._lock, self._running() as child:
-            child.ask({"encode": kind}, data, self._patience.decode, "decode")
+            child.ask({"encode": kind, "low": low}, data, self._patience.decode, "decode")
             message, rows = child.answer(self._patience.encode, "encode")
             self.encoded += 1
             self._works = True
             return EncodedFile(tuple(_pieces(message["pieces"], rows)))
 
-    def count(self, data: bytes, kind: MediumKind = "image") -> int:
+    def count(self, data: bytes, kind: MediumKind = "image", *, low: bool = False) -> int:
         """How many tokens a file will be: an image by its header alone."""
         _check_size(data)
         with self._lock, self._running() as child:
-            message, _ = child.ask({"count": kind}, data, self._patience.decode, "decode")
+            message, _ = child.ask({"count": kind, "low": low}, data, self._patience.decode, "decode")
             return int(message["tokens"])
 
     def close(self) -> None:

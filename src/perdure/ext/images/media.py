@@ -28,6 +28,8 @@ MediumDigest = NewType("MediumDigest", bytes)
 """30 bytes."""
 MediumKind = Literal["image", "audio"]
 
+MOST_LOW = 512
+"""Pixels a side of an image whose detail is low."""
 LEAST = 8
 """Tokens of the smallest medium: its ids hold its whole digest."""
 _MOST_POSITIONS = 1 << 16

@@ -54,6 +54,14 @@ def pixels_of(data: bytes) -> NDArray[np.uint8]:
             raise InvalidInputError(f"the image is damaged: {error}") from None
 
 
+def resized(pixels: NDArray[np.uint8], size: tuple[int, ...]) -> NDArray[np.uint8]:
+    """An image at another width and height."""
+    width, height = size
+    if (height, width) == pixels.shape[:2]:
+        return pixels
+    return np.array(Image.fromarray(pixels).resize((width, height), Image.Resampling.LANCZOS), np.uint8)
+
+
 def _opened(data: bytes) -> Image.Image:
     try:
         with warnings.catch_warnings():

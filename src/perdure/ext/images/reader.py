@@ -32,22 +32,22 @@ class StoredImages:
         self._files = files
         self._lock = threading.Lock()
         self._turns = EncodingTurns()
-        self._deadly: dict[tuple[str, FileDigest], None] = {}
-        """Files at which the encoder died, by the namespace that sent them, the latest last."""
+        self._deadly: dict[tuple[str, str], None] = {}
+        """Images at which the encoder died, by the namespace that sent them, the latest last."""
         self._store: MediaStore | None = None
         self._encoder: Encoder | None = None
 
     def tokens(self, image: Image, namespace: str) -> list[int]:
         store, encoder = self._opened()
-        digest = FileDigest(bytes.fromhex(image.digest))
-        known = store.find(namespace, encoder.identity, digest)
+        digest, identity = FileDigest(bytes.fromhex(image.digest)), encoder.identity_for(image)
+        known = store.find(namespace, identity, digest)
         if known is None:
             with self._turns.take(namespace):
                 # Who has asked for the same file meanwhile finds its rows.
-                known = store.find(namespace, encoder.identity, digest)
+                known = store.find(namespace, identity, digest)
                 if known is None:
-                    encoded = self._encode(encoder, namespace, digest, self._file(image, digest, namespace))
-                    known = store.keep(namespace, encoder.identity, digest, encoded)
+                    encoded = self._encode(encoder, namespace, image, self._file(image, digest, namespace))
+                    known = store.keep(namespace, identity, digest, encoded)
         return known.tokens
 
     def keep(self, image: Image, namespace: str) -> None:
@@ -66,11 +66,11 @@ class StoredImages:
         """How many tokens an image takes in a prompt. One that was not encoded is judged by its header."""
         store, encoder = self._opened()
         digest = FileDigest(bytes.fromhex(image.digest))
-        known = store.find(namespace, encoder.identity, digest)
+        known = store.find(namespace, encoder.identity_for(image), digest)
         if known is not None:
             return len(known.tokens)
         data = self._file(image, digest, namespace)
-        return encoder.count(data, kind_of(data))
+        return encoder.count(data, kind_of(data), low=image.low)
 
     def _file(self, image: Image, digest: FileDigest, namespace: str) -> bytes:
         data = image.data if image.data is not None else self.file(image.digest, namespace)
@@ -81,17 +81,17 @@ class StoredImages:
             )
         return data
 
-    def _encode(self, encoder: Encoder, namespace: str, digest: FileDigest, data: bytes) -> EncodedFile:
-        if (namespace, digest) in self._deadly:
+    def _encode(self, encoder: Encoder, namespace: str, image: Image, data: bytes) -> EncodedFile:
+        if (namespace, image.name) in self._deadly:
             raise InvalidInputError(
                 "the encoder died at this image before, so it is not tried again: save it anew as PNG, and "
                 "send that"
             )
         began = time.monotonic()
         try:
-            encoded = encoder.encode(data, kind_of(data))
+            encoded = encoder.encode(data, kind_of(data), low=image.low)
         except EngineDiedError:
-            self._deadly[namespace, digest] = None
+            self._deadly[namespace, image.name] = None
             if len(self._deadly) > _REMEMBERED:
                 del self._deadly[next(iter(self._deadly))]
             raise

@@ -1,12 +1,13 @@
 """Routes about images.
 
     POST /v1/images/count    how many tokens an image will take, before it is sent with a message
-        {"image_url": "data:image/png;base64,…", "model": "llava"}  →  {"tokens": 66}
+        {"image_url": "data:image/png;base64,…", "detail": "low", "model": "llava"}  →  {"tokens": 66}
 
     GET /v1/sessions/NAME/images/DIGEST    the file of an image in a session, as it was sent
 
-A turn names its images in `messages[].images`: pairs of the number of characters before it, and the DIGEST
-(the SHA-256 of the file, in hex) that the second route takes. An image that no session of yours names is 404,
+A turn names its images in `messages[].images`: the number of characters before it, and the DIGEST (the
+SHA-256 of the file, in hex) that the second route takes; behind it stands `low` for less detail, `sound` for
+a sound. An image that no session of yours names is 404,
 as is that of another key. `POST /v1/images/count` reads the header alone, and encodes and keeps nothing. The
 first one starts the encoder (a second). A model that reads no images is 400 with the reason, as is a file
 that is no image. `"sha256:DIGEST"` in the place of a data: URL is the image of a session of yours.
@@ -14,7 +15,7 @@ that is no image. `"sha256:DIGEST"` in the place of a data: URL is the image of 
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Path
 from starlette.responses import Response
@@ -41,6 +42,8 @@ router = APIRouter(prefix="/v1", tags=["images"], route_class=BodyRoute)
 class ImageCountRequest(RequestSchema):
     image_url: str
     """The image, as a data: URL."""
+    detail: Literal["auto", "low", "high"] | None = None
+    """As in chat completions."""
     model: str = ""
 
 
@@ -56,7 +59,7 @@ async def count(body: ImageCountRequest, app_state: AppStateDep, caller: CallerD
     served = await app_state.serving(body.model, caller.visit, caller.namespace)
 
     def work() -> int:
-        image = image_of_url(body.image_url, "image_url")
+        image = image_of_url(body.image_url, "image_url", detail=body.detail or "auto")
         return _reader(served).count(image, caller.namespace)
 
     return ImageCountAnswer(tokens=await served.work(work))

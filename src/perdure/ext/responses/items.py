@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from perdure import Image, Message, ToolCall
-from perdure.spi.server import KEPT, image_of_url, invalid, unreadable
+from perdure.spi.chat import DETAILS, Detail
+from perdure.spi.server import KEPT, image_of_url, invalid, sound_of_base64, unreadable
 
 Item = dict[str, Any]
 Decrypt = Callable[[str], str | None]
@@ -18,6 +19,7 @@ FindItems = Callable[[str], Sequence[Item]]
 """The items that an id stands for."""
 
 _UNREADABLE = {"input_file": "files", "input_audio": "audio", "input_video": "video"}
+_MEDIA = ("input_image", "input_audio")
 _ROLES = ("user", "system", "developer", "assistant")
 
 
@@ -97,23 +99,41 @@ def _resolved(items: Sequence[Any], find_items: FindItems) -> Iterator[tuple[str
 
 
 def _said(role: str, content: Any, where: str, **fields: str) -> Message:
-    """A message of a user or a tool, with the images in it."""
+    """A message of a user or a tool, with the images and sounds in it."""
     parts = content if isinstance(content, list) else []
-    images = [isinstance(part, Mapping) and part.get("type") == "input_image" for part in parts]
-    if not any(images):
+    media = [isinstance(part, Mapping) and part.get("type") in _MEDIA for part in parts]
+    if not any(media):
         text = content_text(content, where)
         return Message(role=role, content=text, tool_call_id=fields.get("tool_call_id"))
     said = [
-        _image(part, f"{where}.{at}") if is_image else content_text([part], f"{where}.{at}")
-        for at, (part, is_image) in enumerate(zip(parts, images, strict=True))
+        _medium(part, f"{where}.{at}") if is_medium else content_text([part], f"{where}.{at}")
+        for at, (part, is_medium) in enumerate(zip(parts, media, strict=True))
     ]
     return Message.parse({"role": role, "content": said, **fields}, where)
 
 
-def _image(part: Mapping[str, Any], where: str) -> Image:
+def _medium(part: Mapping[str, Any], where: str) -> Image:
+    if part.get("type") == "input_audio":
+        return _sound(part, f"{where}.input_audio")
     if part.get("image_url") is None and part.get("file_id") is not None:
         raise unreadable(where, "files by their ids")
-    return image_of_url(part.get("image_url"), where)
+    return image_of_url(part.get("image_url"), where, detail=_detail(part, where))
+
+
+def _sound(part: Mapping[str, Any], where: str) -> Image:
+    sound = part.get("input_audio")
+    if not isinstance(sound, Mapping):
+        raise invalid(where, "an object with data and format is missing")
+    if sound.get("format", "wav") != "wav":
+        raise unreadable(where, "sounds other than WAV files")
+    return sound_of_base64(sound.get("data"), f"{where}.data")
+
+
+def _detail(part: Mapping[str, Any], where: str) -> Detail:
+    detail = part.get("detail")
+    if detail not in (None, "original", *DETAILS):
+        raise invalid(f"{where}.detail", f"one of {', '.join(DETAILS)}, original, got {detail!r}")
+    return "low" if detail == "low" else "auto"
 
 
 def content_text(content: Any, where: str) -> str:
@@ -248,26 +268,36 @@ def custom_input(arguments: str) -> str:
 
 
 def with_kept_images(items: Any) -> Any:
-    """Items as they are stored: their images by the digests of files that are in the store."""
+    """Items as they are stored: images and sounds by the digests of files that are in the store."""
     if isinstance(items, list):
         return [with_kept_images(item) for item in items]
     if not isinstance(items, Mapping):
         return items
     if items.get("type") == "input_image" and isinstance(items.get("image_url"), str):
         return {**items, "image_url": KEPT + image_of_url(items["image_url"], "input").digest}
+    if items.get("type") == "input_audio":
+        return {**items, "input_audio": _kept_sound(_sound(items, "input"))}
     return {
         name: with_kept_images(items[name]) if name in ("content", "output") else items[name]
         for name in items
     }
 
 
+def _kept_sound(sound: Image) -> Item:
+    return {"data": KEPT + sound.digest, "format": "wav"}
+
+
 def _content_parts(message: Message) -> list[Item]:
-    """The texts and images of a message."""
+    """The texts, images and sounds of a message."""
     text, parts, at = message.content or "", list[Item](), 0
     for place, image in message.images:
         if place > at:
             parts.append({"type": "input_text", "text": text[at:place]})
-        parts.append({"type": "input_image", "image_url": KEPT + image.digest, "detail": "auto"})
+        if image.is_sound:
+            parts.append({"type": "input_audio", "input_audio": _kept_sound(image)})
+        else:
+            detail = "low" if image.low else "auto"
+            parts.append({"type": "input_image", "image_url": KEPT + image.digest, "detail": detail})
         at = place
     if text[at:] or not parts:
         parts.append({"type": "input_text", "text": text[at:]})

@@ -160,8 +160,9 @@ class SaidMessage(ResponseSchema):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
-    images: list[tuple[int, str]] | None = None
-    """Those in the content, each with the number of characters before it and its SHA-256, in hex."""
+    images: list[tuple[int, str] | tuple[int, str, Literal["low", "sound"]]] | None = None
+    """Those in the content, each with the number of characters before it and its SHA-256, in hex; behind that
+    `low` for less detail, `sound` for a sound."""
 
     @classmethod
     def of(cls, message: Message) -> SaidMessage:

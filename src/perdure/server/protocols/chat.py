@@ -63,7 +63,8 @@ class TextPart(RequestSchema):
 class ImageUrl(RequestSchema):
     url: str
     detail: Literal["auto", "low", "high"] | None = None
-    """Taken: how many tokens an image becomes is the model's."""
+    """`low` has it scaled down to at most 512 pixels a side, where it takes fewer tokens so; the others give
+    the model all that it takes."""
 
 
 class ImagePart(RequestSchema):
@@ -131,7 +132,7 @@ class ChatMessage(RequestSchema):
 def _part(part: Part) -> Any:
     """A part as `Message.parse` takes it."""
     if isinstance(part, ImagePart):
-        return image_of_url(part.image_url.url, "image_url.url")
+        return image_of_url(part.image_url.url, "image_url.url", detail=part.image_url.detail or "auto")
     if isinstance(part, AudioPart):
         return sound_of_base64(part.input_audio.data, "input_audio.data")
     return part.model_dump(exclude_none=True)

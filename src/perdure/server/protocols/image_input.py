@@ -9,7 +9,7 @@ import binascii
 import re
 
 from perdure.chat.media.sound import Sound
-from perdure.chat.message import Image
+from perdure.chat.message import Detail, Image
 from perdure.errors import InvalidInputError
 from perdure.server.core.api_error import invalid
 
@@ -18,21 +18,23 @@ KEPT = "sha256:"
 _DATA_URL = re.compile(r"data:(image/[\w.+-]+)?(;[\w=.+-]+)*;base64,", re.IGNORECASE)
 
 
-def image_of_url(url: object, where: str) -> Image:
+def image_of_url(url: object, where: str, *, detail: Detail = "auto") -> Image:
     """The image in a data: URL, or one in a session of the caller: its file is in the store."""
     if isinstance(url, str) and url.startswith(KEPT):
-        return Image.kept(url[len(KEPT) :], where)
+        return Image.kept(url[len(KEPT) :], where, detail)
     if not isinstance(url, str) or not (head := _DATA_URL.match(url[:200])):
         raise invalid(
             where,
             "images are not fetched from URLs; send one as data:image/png;base64,…",
             code="unsupported_content",
         )
-    return image_of_base64(url[head.end() :], where)
+    return image_of_base64(url[head.end() :], where, detail=detail)
 
 
-def sound_of_base64(data: object, where: str) -> Sound:
-    """The WAV file in base64."""
+def sound_of_base64(data: object, where: str) -> Image:
+    """The WAV file in base64, or one in a session of the caller."""
+    if isinstance(data, str) and data.startswith(KEPT):
+        return Image.kept(data[len(KEPT) :], where, "sound")
     try:
         if isinstance(data, str):
             return Sound(base64.b64decode(data, validate=True))
@@ -41,11 +43,11 @@ def sound_of_base64(data: object, where: str) -> Sound:
     raise invalid(where, "a WAV file in base64", code="invalid_audio")
 
 
-def image_of_base64(data: object, where: str) -> Image:
+def image_of_base64(data: object, where: str, *, detail: Detail = "auto") -> Image:
     """The image in base64."""
     try:
         if isinstance(data, str) and (content := base64.b64decode(data, validate=True)):
-            return Image(content)
+            return Image(content, detail=detail)
     except (binascii.Error, ValueError):
         pass
     raise invalid(where, "an image in base64", code="invalid_image")
