@@ -32,9 +32,9 @@ OPTIONS = ("--ctx", "2048", "--slots", "2", "--exact")
 
 
 @contextmanager
-def killed(model: Path, store: Path) -> Iterator[Running]:
+def killed(model: Path, store: Path, *options: str) -> Iterator[Running]:
     """A server that is ended by SIGKILL, with its engine and its encoder."""
-    with serving(model, "--store", str(store), *OPTIONS, start_new_session=True) as running:
+    with serving(model, "--store", str(store), *OPTIONS, *options, start_new_session=True) as running:
         try:
             yield running
         finally:
