@@ -222,7 +222,7 @@ class _Child:
     def try_image(self, patience: Patience) -> None:
         """Encode a plain image, whatever comes of it: the process may die of it."""
         try:
-            self.ask({"encode": "image"}, _PLAIN_IMAGE, patience.decode, "decode")
+            self.ask({"encode": "image", "low": False}, _PLAIN_IMAGE, patience.decode, "decode")
             self.answer(patience.encode, "encode")
         except EngineDiedError:
             raise
