@@ -24,7 +24,7 @@ import httpx
 import pytest
 
 from decode.observed import toy
-from server.live_server import LiveServer, live_server, opened
+from server.live_server import live_server, opened
 
 pytestmark = pytest.mark.soak
 
@@ -44,7 +44,7 @@ def program() -> str:
 
 
 @contextmanager
-def launched(server: LiveServer, home: Path) -> Iterator[str]:
+def launched(url: str, home: Path) -> Iterator[str]:
     """Its address, once it answers."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -58,7 +58,7 @@ def launched(server: LiveServer, home: Path) -> Iterator[str]:
         "OFFLINE_MODE": "true",
         "HF_HUB_OFFLINE": "1",
     }
-    command = [sys.executable, "-m", "perdure.cli", "launch", "openwebui", "--url", server.url]
+    command = [sys.executable, "-m", "perdure.cli", "launch", "openwebui", "--url", url]
     with (home / "log").open("wb") as log:
         running = subprocess.Popen(
             [*command, "--", "--port", str(port)],
@@ -110,7 +110,7 @@ def test_open_webui_lists_the_model_streams_its_reply_and_its_chat_is_a_session(
         server.client() as direct,
     ):
         said = direct.post("/v1/chat/completions", json={**ASKED, "messages": HELLO}).json()
-        with launched(server, home) as address, httpx.Client(base_url=address, trust_env=False) as client:
+        with launched(server.url, home) as address, httpx.Client(base_url=address, trust_env=False) as client:
             client.timeout = httpx.Timeout(120)
             person = {"name": "Ada", "email": "ada@example.org", "password": "a-Long-Password-1"}
             token = client.post("/api/v1/auths/signup", json=person).json()["token"]

@@ -55,7 +55,7 @@ class Page:
             "models": ["llava"],
             "timestamp": int(time.time()),
         }
-        body = {
+        body: dict[str, Any] = {
             "model": "llava",
             "stream": True,
             "messages": [],
@@ -89,7 +89,10 @@ def test_a_chat_of_open_webui_with_a_picture_goes_on_after_everything_was_killed
     texts = []
     with ExitStack() as servers:
         running = servers.enter_context(killed(model, store, "--port", port))
-        with launched(running, home) as address, httpx.Client(base_url=address, trust_env=False) as client:
+        with (
+            launched(running.url, home) as address,
+            httpx.Client(base_url=address, trust_env=False) as client,
+        ):
             client.timeout = httpx.Timeout(PATIENCE)
             person = {"name": "Ada", "email": "ada@example.org", "password": "a-Long-Password-1"}
             token = client.post("/api/v1/auths/signup", json=person).json()["token"]
