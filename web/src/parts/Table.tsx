@@ -10,7 +10,7 @@ interface Given {
   figures?: string[];
   /** Whether its rows become cards on a small screen. */
   cards?: boolean;
-  /** Keys of the columns that a phone has no room for. */
+  /** Keys of the columns that a small screen has no room for. */
   aside?: string[];
   children: ComponentChildren;
 }
@@ -22,7 +22,7 @@ export function Table({ label, columns, figures = [], cards = false, aside = [],
         <thead>
           <tr>
             {Object.entries(columns).map(([key, name]) => (
-              <th scope="col" class={figures.includes(key) ? "num" : aside.includes(key) ? "only-desk" : undefined}>
+              <th scope="col" class={figures.includes(key) ? "num" : aside.includes(key) ? "only-wide" : undefined}>
                 {name}
               </th>
             ))}

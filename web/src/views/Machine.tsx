@@ -313,7 +313,7 @@ function Requests({ requests }: { requests: RecentRequest[] }) {
           <td class="num">{count(each.reuse.computed)}</td>
           <td class="num">{seconds(each.timings.queued + each.timings.prefill)}</td>
           <td class="num">{decimal(each.timings.decode_speed)}</td>
-          <td class="hint only-desk">{each.reuse.why}</td>
+          <td class="hint only-wide">{each.reuse.why}</td>
         </tr>
       ))}
     </Table>

@@ -132,7 +132,7 @@ function Row({ session, asked, onChanged, onWake }: RowGiven) {
               ? ""
               : session.kind}
       </td>
-      <td data-label={words.columns.model} title={session.model}>
+      <td data-label={words.columns.model} class="model-cell" title={session.model}>
         {session.model && middle(session.model, 26)}
       </td>
       <td data-label={words.columns.turns} class="num">
