@@ -18,8 +18,8 @@ from gguf import GGUFReader
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
+from perdure.ext.weights.safetensors import safetensors_header
 from perdure.ext.weights.trained import LAYER_PARTS
-from perdure.models.safetensors import safetensors_header
 
 TYPES = {"float16": "F16", "float32": "F32", "bfloat16": "BF16"}
 # How a text is cut before merges, by the name that llama.cpp has for it.

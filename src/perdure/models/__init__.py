@@ -1,7 +1,6 @@
 """Find, fetch and inspect models.
 
 header        one GGUF file's header, checked: its strings, tensor types and sizes
-safetensors   safetensors files, read with every claim of their header checked, and written
 adapter_file  LoRAs and control vectors as GGUF, judged before the engine sees them
 card          what a model is, in figures
 parts         models in several files

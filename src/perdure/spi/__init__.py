@@ -18,6 +18,7 @@ testing    the toy engine, for tests
 Nothing of the kernel, the server or the command imports these: they are for extensions alone.
 """
 
-from perdure.extension import Extension, ExtensionCommand
-
-__all__ = ["Extension", "ExtensionCommand"]
+from perdure.extension import (
+    Extension as Extension,
+    ExtensionCommand as ExtensionCommand,
+)

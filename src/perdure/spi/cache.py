@@ -1,65 +1,38 @@
 """For extensions that keep blocks of state."""
 
-from perdure.cache.block import AnyBlock, Block, BlockId, BlockMeta, block_id, block_id_of
-from perdure.cache.cache_view import BlockInfo, PrefixRun
-from perdure.cache.prefix_search import key_of
-from perdure.cache.sorted_keys import SortedKeys
-from perdure.cache.tiers.archive import block_folders
-from perdure.cache.tiers.base import BlockTier, TierOpener
-from perdure.cache.tiers.block_folder import BlockFolder
-from perdure.cache.tiers.block_index import BlockTable, PrefixTable
-from perdure.cache.tiers.codec import (
-    BEGINNINGS,
-    MARK,
-    PLAIN,
-    ChildLookup,
-    Encryption,
-    EncryptionChoice,
-    StateCodec,
-    codec_of,
-    is_encrypted,
+from perdure.cache.block import (
+    AnyBlock as AnyBlock,
+    Block as Block,
+    BlockId as BlockId,
+    BlockMeta as BlockMeta,
+    block_id as block_id,
+    block_id_of as block_id_of,
 )
-from perdure.cache.tiers.disk import DiskTier, delete_encrypted, lock_folder
-from perdure.cache.tiers.shares import Shares
-from perdure.cache.tiers.tiered import Tiers
-from perdure.decode.request import KeptPrefix
-from perdure.engine.media import FIRST_ID, NEXT_ID, spans
-from perdure.store.index import Index
-
-__all__ = [
-    "BEGINNINGS",
-    "FIRST_ID",
-    "MARK",
-    "NEXT_ID",
-    "PLAIN",
-    "AnyBlock",
-    "Block",
-    "BlockFolder",
-    "BlockId",
-    "BlockInfo",
-    "BlockMeta",
-    "BlockTable",
-    "BlockTier",
-    "ChildLookup",
-    "DiskTier",
-    "Encryption",
-    "EncryptionChoice",
-    "Index",
-    "KeptPrefix",
-    "PrefixRun",
-    "PrefixTable",
-    "Shares",
-    "SortedKeys",
-    "StateCodec",
-    "TierOpener",
-    "Tiers",
-    "block_folders",
-    "block_id",
-    "block_id_of",
-    "codec_of",
-    "delete_encrypted",
-    "is_encrypted",
-    "key_of",
-    "lock_folder",
-    "spans",
-]
+from perdure.cache.cache_view import BlockInfo as BlockInfo, PrefixRun as PrefixRun
+from perdure.cache.prefix_search import key_of as key_of
+from perdure.cache.sorted_keys import SortedKeys as SortedKeys
+from perdure.cache.tiers.archive import block_folders as block_folders
+from perdure.cache.tiers.base import BlockTier as BlockTier, TierOpener as TierOpener
+from perdure.cache.tiers.block_folder import BlockFolder as BlockFolder
+from perdure.cache.tiers.block_index import BlockTable as BlockTable, PrefixTable as PrefixTable
+from perdure.cache.tiers.codec import (
+    BEGINNINGS as BEGINNINGS,
+    MARK as MARK,
+    PLAIN as PLAIN,
+    ChildLookup as ChildLookup,
+    Encryption as Encryption,
+    EncryptionChoice as EncryptionChoice,
+    StateCodec as StateCodec,
+    codec_of as codec_of,
+    is_encrypted as is_encrypted,
+)
+from perdure.cache.tiers.disk import (
+    DiskTier as DiskTier,
+    delete_encrypted as delete_encrypted,
+    lock_folder as lock_folder,
+)
+from perdure.cache.tiers.shares import Shares as Shares
+from perdure.cache.tiers.tiered import Tiers as Tiers
+from perdure.decode.request import KeptPrefix as KeptPrefix
+from perdure.engine.media import FIRST_ID as FIRST_ID, NEXT_ID as NEXT_ID, spans as spans
+from perdure.store.index import Index as Index

@@ -1,63 +1,47 @@
 """For extensions of the command: options, output and what a command opens."""
 
-from perdure.cli.commands.background import current, private
-from perdure.cli.commands.sessions import awake, figures, memory_facts
-from perdure.cli.options import groups, shared
-from perdure.cli.options.shared import (
-    AfterAddress,
-    Json,
-    Limit,
-    Namespace,
-    StoreFolder,
-    Yes,
-    model_names,
-    model_option,
-    session_names,
+from perdure.cli.commands.background import current as current, private as private
+from perdure.cli.commands.sessions import (
+    awake as awake,
+    figures as figures,
+    memory_facts as memory_facts,
 )
-from perdure.cli.output import terminal, words
-from perdure.cli.output.facts import print_json, tell
-from perdure.cli.output.progress import fetching, file_of, working
-from perdure.cli.output.terminal import note, write, write_columns
-from perdure.cli.prompt import standard_input
-from perdure.cli.runtime import keys_in, opened, session_folder, sessions_in, shared_keys, usual_store
-from perdure.cli.server_client import Key, Url, ask, server_url
-
-__all__ = [
-    "AfterAddress",
-    "Json",
-    "Key",
-    "Limit",
-    "Namespace",
-    "StoreFolder",
-    "Url",
-    "Yes",
-    "ask",
-    "awake",
-    "current",
-    "fetching",
-    "figures",
-    "file_of",
-    "groups",
-    "keys_in",
-    "memory_facts",
-    "model_names",
-    "model_option",
-    "note",
-    "opened",
-    "print_json",
-    "private",
-    "server_url",
-    "session_folder",
-    "session_names",
-    "sessions_in",
-    "shared",
-    "shared_keys",
-    "standard_input",
-    "tell",
-    "terminal",
-    "usual_store",
-    "words",
-    "working",
-    "write",
-    "write_columns",
-]
+from perdure.cli.options import groups as groups, shared as shared
+from perdure.cli.options.shared import (
+    AfterAddress as AfterAddress,
+    Json as Json,
+    Limit as Limit,
+    Namespace as Namespace,
+    StoreFolder as StoreFolder,
+    Yes as Yes,
+    model_names as model_names,
+    model_option as model_option,
+    session_names as session_names,
+)
+from perdure.cli.output import terminal as terminal, words as words
+from perdure.cli.output.facts import print_json as print_json, tell as tell
+from perdure.cli.output.progress import (
+    fetching as fetching,
+    file_of as file_of,
+    working as working,
+)
+from perdure.cli.output.terminal import (
+    note as note,
+    write as write,
+    write_columns as write_columns,
+)
+from perdure.cli.prompt import standard_input as standard_input
+from perdure.cli.runtime import (
+    keys_in as keys_in,
+    opened as opened,
+    session_folder as session_folder,
+    sessions_in as sessions_in,
+    shared_keys as shared_keys,
+    usual_store as usual_store,
+)
+from perdure.cli.server_client import (
+    Key as Key,
+    Url as Url,
+    ask as ask,
+    server_url as server_url,
+)

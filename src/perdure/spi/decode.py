@@ -1,21 +1,8 @@
 """For extensions that guess the next tokens of replies, or say how they ended."""
 
-from perdure.decode.drafter import Drafter, DrafterOpener
-from perdure.decode.request import FinishReason
-from perdure.decode.sampling.sampler import draw_together
-from perdure.decode.scheduler import Budget, Chunk, Step
-from perdure.decode.sequence import TokenSequence
-from perdure.request_options import ADAPT, MAX_GUESSES
-
-__all__ = [
-    "ADAPT",
-    "MAX_GUESSES",
-    "Budget",
-    "Chunk",
-    "Drafter",
-    "DrafterOpener",
-    "FinishReason",
-    "Step",
-    "TokenSequence",
-    "draw_together",
-]
+from perdure.decode.drafter import Drafter as Drafter, DrafterOpener as DrafterOpener
+from perdure.decode.request import FinishReason as FinishReason
+from perdure.decode.sampling.sampler import draw_together as draw_together
+from perdure.decode.scheduler import Budget as Budget, Chunk as Chunk, Step as Step
+from perdure.decode.sequence import TokenSequence as TokenSequence
+from perdure.request_options import ADAPT as ADAPT, MAX_GUESSES as MAX_GUESSES

@@ -1,88 +1,60 @@
 """For extensions that open runtimes, submit requests, follow events or bring a backend."""
 
-from perdure import opening
+from perdure import opening as opening
 from perdure.backend import (
-    AlwaysLoaded,
-    Backend,
-    BackendState,
-    BlockStorage,
-    Health,
-    LocalBackend,
-    Residence,
-    SecondOpening,
+    AlwaysLoaded as AlwaysLoaded,
+    Backend as Backend,
+    BackendState as BackendState,
+    BlockStorage as BlockStorage,
+    Health as Health,
+    LocalBackend as LocalBackend,
+    Residence as Residence,
+    SecondOpening as SecondOpening,
 )
-from perdure.cache.prefix_cache import PrefixCacheCalls
-from perdure.decode.embedding import EmbeddingFuture, cut, ranked
-from perdure.decode.output_queue import NAP, Canceller, OutputQueue, notify
-from perdure.decode.request import Request
-from perdure.decode.stream import one_request, result_of
-from perdure.engine.adapters import Scales, split_layers
-from perdure.engine.contract import Tokens
-from perdure.engine.deadly_files import LoadedTogether, files_of, is_crash
-from perdure.engine_config import QUEUE
-from perdure.events.background import FAILURES, BackgroundThread, BackgroundTimer
+from perdure.cache.prefix_cache import PrefixCacheCalls as PrefixCacheCalls
+from perdure.decode.embedding import (
+    EmbeddingFuture as EmbeddingFuture,
+    cut as cut,
+    ranked as ranked,
+)
+from perdure.decode.output_queue import (
+    NAP as NAP,
+    Canceller as Canceller,
+    OutputQueue as OutputQueue,
+    notify as notify,
+)
+from perdure.decode.request import Request as Request
+from perdure.decode.stream import one_request as one_request, result_of as result_of
+from perdure.engine.adapters import Scales as Scales, split_layers as split_layers
+from perdure.engine.contract import Tokens as Tokens
+from perdure.engine.deadly_files import (
+    LoadedTogether as LoadedTogether,
+    files_of as files_of,
+    is_crash as is_crash,
+)
+from perdure.engine_config import QUEUE as QUEUE
+from perdure.events.background import (
+    FAILURES as FAILURES,
+    BackgroundThread as BackgroundThread,
+    BackgroundTimer as BackgroundTimer,
+)
 from perdure.events.event import (
-    BlocksStored,
-    ChunkRead,
-    Ended,
-    Event,
-    ImageEncoded,
-    Restarted,
-    TokenDrawn,
-    Woken,
+    BlocksStored as BlocksStored,
+    ChunkRead as ChunkRead,
+    Ended as Ended,
+    Event as Event,
+    ImageEncoded as ImageEncoded,
+    Restarted as Restarted,
+    TokenDrawn as TokenDrawn,
+    Woken as Woken,
 )
-from perdure.events.hub import EventHub
-from perdure.events.sinks import json_line
-from perdure.events.subscription import Subscription
-from perdure.restart_policy import RestartPolicy
-from perdure.sessions.listener import Listener
-from perdure.store.owner import StoreLock, StoreOwner, read_owner
-
-__all__ = [
-    "FAILURES",
-    "NAP",
-    "QUEUE",
-    "AlwaysLoaded",
-    "Backend",
-    "BackendState",
-    "BackgroundThread",
-    "BackgroundTimer",
-    "BlockStorage",
-    "BlocksStored",
-    "Canceller",
-    "ChunkRead",
-    "EmbeddingFuture",
-    "Ended",
-    "Event",
-    "EventHub",
-    "Health",
-    "ImageEncoded",
-    "Listener",
-    "LoadedTogether",
-    "LocalBackend",
-    "OutputQueue",
-    "PrefixCacheCalls",
-    "Request",
-    "Residence",
-    "RestartPolicy",
-    "Restarted",
-    "Scales",
-    "SecondOpening",
-    "StoreLock",
-    "StoreOwner",
-    "Subscription",
-    "TokenDrawn",
-    "Tokens",
-    "Woken",
-    "cut",
-    "files_of",
-    "is_crash",
-    "json_line",
-    "notify",
-    "one_request",
-    "opening",
-    "ranked",
-    "read_owner",
-    "result_of",
-    "split_layers",
-]
+from perdure.events.hub import EventHub as EventHub
+from perdure.events.sinks import json_line as json_line
+from perdure.events.subscription import Subscription as Subscription
+from perdure.restart_policy import RestartPolicy as RestartPolicy
+from perdure.sessions.listener import Listener as Listener
+from perdure.store.owner import (
+    StoreLock as StoreLock,
+    StoreOwner as StoreOwner,
+    read_owner as read_owner,
+)

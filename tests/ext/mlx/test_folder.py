@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from perdure.engine.registry import open_model
 from perdure.errors import ModelFileError, ModelLoadError, ModelNotFoundError, PerdureError
 from perdure.ext.mlx.folder import INDEX, is_folder, read_folder
-from perdure.models.safetensors import read_safetensors
+from perdure.ext.weights.safetensors import read_safetensors
 
 
 def changed(path: Path, **values: Any) -> None:

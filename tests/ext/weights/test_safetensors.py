@@ -12,8 +12,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from perdure.errors import ModelFileError, ModelNotFoundError
+from perdure.ext.weights.safetensors import read_safetensors
 from perdure.ext.weights.tensors import Planned, TensorFile, from_floats, write_model
-from perdure.models.safetensors import read_safetensors
 
 TABLE = np.arange(12, dtype=np.float32).reshape(3, 4) / 7
 

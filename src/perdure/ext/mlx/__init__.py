@@ -19,6 +19,7 @@ from perdure.spi import Extension, ExtensionCommand
 
 EXTENSION = Extension(
     name="mlx",
+    needs=("weights",),
     engines=("perdure.ext.mlx.engine:ENGINE",),
     commands=(ExtensionCommand(name="train", target="perdure.ext.mlx.command:train", section="Models"),),
 )

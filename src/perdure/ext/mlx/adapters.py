@@ -19,8 +19,8 @@ import mlx.nn as nn
 
 from perdure import InvalidInputError, ModelFileError, ModelNotFoundError, TooLargeError
 from perdure.ext.mlx.caches import Array
+from perdure.ext.weights.safetensors import FLOATS, read_safetensors
 from perdure.spi.base import content_digest, is_number, read_file
-from perdure.spi.models import FLOATS, read_safetensors
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapters.safetensors"

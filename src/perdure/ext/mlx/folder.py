@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from perdure import ModelFileError, ModelNotFoundError, TooLargeError
+from perdure.ext.weights.safetensors import SafetensorsHeader, read_safetensors
 from perdure.spi.base import content_digest, is_integer, read_file, read_text
-from perdure.spi.models import SafetensorsHeader, read_safetensors
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"

@@ -1,6 +1,7 @@
 """Model files made from others: quantised, compared, merged, fused with an adapter, converted.
 
 tensors         the tensors of a GGUF or safetensors file as floats, a few rows at a time; GGUF written
+safetensors     safetensors files, read with every claim of their header checked, and written
 quantize        llama.cpp's quantiser in a child process; importance matrices from texts
 quantize_child  that process
 compare         two files, tensor by tensor

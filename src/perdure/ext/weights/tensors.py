@@ -21,9 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perdure import InvalidInputError, ModelFileError, StoreFullError
+from perdure.ext.weights.safetensors import FLOATS, read_safetensors, safetensors_header
 from perdure.spi.base import Closing, atomic_write, system
 from perdure.spi.llama import library
-from perdure.spi.models import FLOATS, TENSOR_TYPES, Header, read_parts, read_safetensors, safetensors_header
+from perdure.spi.models import TENSOR_TYPES, Header, read_parts
 
 Rows: TypeAlias = NDArray[np.float32]
 CHUNK = 4 << 20

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from perdure.checks import is_whole
-from perdure.errors import InvalidInputError, ModelFileError, ModelNotFoundError
+from perdure import InvalidInputError, ModelFileError, ModelNotFoundError
+from perdure.spi.base import is_whole
 
 LONGEST_HEADER = 100 << 20
 """The limit of the format's own library."""
