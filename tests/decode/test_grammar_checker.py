@@ -20,7 +20,6 @@ import perdure
 from counting import calls_of
 from decode.observed import trouble
 from perdure import Grammar, GrammarError, Runtime
-from perdure.chat.parsing.schema import first_problem
 from perdure.decode.sampling import grammar_checker
 from perdure.decode.sampling.grammar import Grammars
 from perdure.testing.toy import ToyModel
@@ -221,17 +220,6 @@ def test_other_numbers_are_kept_to_y27(schema: dict[str, Any]) -> None:
             reply = rt.generate("a", schema=schema, seed=seed, temperature=3.0, max_tokens=100)
             if reply.finish_reason == "stop":
                 jsonschema.validate(json.loads(reply.text), schema)
-
-
-def test_a_pattern_of_a_tool_is_checked_before_this_process_compiles_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Class 8: the arguments of a call are validated in the server's process."""
-    with calls_of(monkeypatch, (grammar_checker.checker, "check")) as checked:
-        schema = {"properties": {"a": {"pattern": "^[a-c]+x?$"}}}
-        assert first_problem(schema, {"a": "abc"}) is None
-        assert first_problem(schema, {"a": "d"}) is not None
-        assert checked.count == 1
 
 
 # A fuzzer: whatever is drawn, this process lives, and the outcome is a matcher or a typed error.

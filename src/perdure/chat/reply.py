@@ -18,6 +18,7 @@ from perdure.decode.request import (
     Usage,
     read_json,
 )
+from perdure.extension import optional_part
 
 if TYPE_CHECKING:
     from perdure.chat.difference import Difference, Miss
@@ -332,10 +333,7 @@ class SeveralReaders:
 
 
 def argument_problems(calls: Sequence[ToolCall], tools: Sequence[Tool]) -> tuple[str, ...]:
-    """What is wrong with the arguments of calls, by the schemas of their tools."""
-    if not calls:
-        return ()
-    from perdure.chat.parsing.arguments import check_arguments
-
-    problems = [check_arguments(call, tools) for call in calls]
-    return tuple(problem for problem in problems if problem is not None)
+    """What is wrong with the arguments of calls, by the schemas of their tools; nothing where no extension
+    looks."""
+    check = optional_part("problem of a call") if calls else None
+    return () if check is None else tuple(filter(None, (check(call, tools) for call in calls)))

@@ -1,7 +1,6 @@
 """For extensions that find, read or judge model files."""
 
 from perdure import models as models
-from perdure.engine import deadly_files as deadly_files
 from perdure.models.card import Card as Card, TypeShare as TypeShare
 from perdure.models.finder import (
     LocalModel as LocalModel,

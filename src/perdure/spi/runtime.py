@@ -27,11 +27,6 @@ from perdure.decode.request import Request as Request
 from perdure.decode.stream import one_request as one_request, result_of as result_of
 from perdure.engine.adapters import Scales as Scales, split_layers as split_layers
 from perdure.engine.contract import Tokens as Tokens
-from perdure.engine.deadly_files import (
-    LoadedTogether as LoadedTogether,
-    files_of as files_of,
-    is_crash as is_crash,
-)
 from perdure.engine_config import QUEUE as QUEUE
 from perdure.events.background import (
     FAILURES as FAILURES,

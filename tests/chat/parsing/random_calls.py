@@ -6,13 +6,13 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jsonschema
 import numpy as np
 
 from perdure.chat.message import Message, Tool
 from perdure.chat.parsing.family import Family
 from perdure.chat.parsing.lazy_calls import held_openers, lazy_calls
 from perdure.chat.parsing.reply_parser import parse_reply
-from perdure.chat.parsing.schema import first_problem
 from perdure.decode.sampling.grammar import Grammars
 
 WORDS = ("Paris", "Zürich", "東京", "a b", "", 'say "hi"', "back\\slash", "<tag>", "two\nlines", "🙂")
@@ -128,6 +128,7 @@ def problems_of(family: Family, text: str, tools: Sequence[Tool]) -> list[str]:
     for call in made.tool_calls:
         if call.name not in schemas:
             wrong.append(f"no tool {call.name}")
-        elif (problem := first_problem(schemas[call.name], call.parsed)) is not None:
-            wrong.append(f"{call.arguments}: {problem.message}")
+        else:
+            problems = jsonschema.Draft202012Validator(schemas[call.name]).iter_errors(call.parsed)
+            wrong += [f"{call.arguments}: {problem.message}" for problem in problems]
     return wrong

@@ -14,8 +14,8 @@ import pytest
 
 from homes import new_home
 from perdure import DeadlyFileError, EngineDiedError
-from perdure.engine import deadly_files
 from perdure.ext.images.encoder import Encoder, _Child
+from perdure.ext.workers import deadly_files
 
 from .pictures import picture
 

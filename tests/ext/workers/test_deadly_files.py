@@ -18,9 +18,10 @@ from ext.workers.engines import QUICK, pid, remote
 from ext.workers.unchecked import BUILD
 from homes import new_home
 from perdure import DeadlyFileError, EngineDiedError, Runtime
-from perdure.engine import deadly_files, registry
-from perdure.engine.deadly_files import LoadedTogether, is_crash, remembered
+from perdure.engine import registry
 from perdure.engine_config import EngineConfig
+from perdure.ext.workers import deadly_files
+from perdure.ext.workers.deadly_files import LoadedTogether, is_crash, remembered
 from perdure.server.core.api_error import to_api_error
 from perdure.server.pool import ModelPool, ModelSpec, PooledModel
 

@@ -17,7 +17,7 @@ from perdure.spi import Extension
 
 EXTENSION = Extension(
     name="images",
-    needs=("fetching",),
+    needs=("fetching", "workers"),
     routes=("perdure.ext.images.routes:router",),
     parts={
         "images in a prompt": "perdure.ext.images.media_store:stored_media",

@@ -34,9 +34,9 @@ from perdure.ext.images import fetched
 from perdure.ext.images.library import find_library
 from perdure.ext.images.media import MOST_LOW, EncodedFile, Medium, MediumKind, Piece
 from perdure.ext.images.wire import receive, send
+from perdure.ext.workers import deadly_files
 from perdure.spi.base import Closing, content_digest, errors, processes, system
 from perdure.spi.chat import Image
-from perdure.spi.models import deadly_files
 from perdure.spi.runtime import BackgroundTimer
 
 log = logging.getLogger("perdure.ext.images")

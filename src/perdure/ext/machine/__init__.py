@@ -12,7 +12,7 @@ _SECTION = "This machine"
 
 EXTENSION = Extension(
     name="machine",
-    needs=("builds", "fetching"),
+    needs=("builds", "fetching", "workers"),
     commands=(
         ExtensionCommand(name="engine", target="perdure.ext.machine.engine:app", section=_SECTION),
         ExtensionCommand(name="doctor", target="perdure.ext.machine.doctor:doctor", section=_SECTION),

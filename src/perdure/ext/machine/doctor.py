@@ -148,7 +148,7 @@ def _memory(model: str | None) -> Iterator[Finding]:
 
 
 def _deadly() -> Iterator[Finding]:
-    from perdure.spi.models import deadly_files
+    from perdure.ext.workers import deadly_files
 
     for each in deadly_files.remembered():
         advice = f"fetch it anew, or have it tried once more: `perdure engine retry {each.files[0]}`"

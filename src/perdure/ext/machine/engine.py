@@ -210,7 +210,7 @@ def retry(
     A model, an adapter or a projector at which the engine's process died twice while it was loaded is not
     loaded again, unless its file, the build of the engine or a setting has changed.
     """
-    from perdure.spi.models import deadly_files
+    from perdure.ext.workers import deadly_files
 
     gone = deadly_files.forget(file)
     for each in gone:

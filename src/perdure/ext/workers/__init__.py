@@ -7,6 +7,7 @@ service           the requests and calls of one connection, served by a backend
 child             the process with the engine
 process           one such process, from its start to its end
 supervisor        keeps one running: restarts, back-off, hangs, memory
+deadly_files      files that ended the process that loaded them, which are not loaded the same way again
 pending_requests  requests and calls that are not answered yet, over all their tries
 remote            all of it behind the protocol of a backend; tokenizer and prefix cache, asked of the child
 guest             another process that uses the engine of this one's store

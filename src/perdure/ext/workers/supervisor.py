@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from perdure import ClosedError, DeadlyFileError, EngineDiedError, EngineError, ModelFileError
+from perdure.ext.workers.deadly_files import LoadedTogether, files_of, is_crash
 from perdure.ext.workers.message_reader import MessageReader
 from perdure.ext.workers.pending_requests import PendingRequests
 from perdure.ext.workers.process import UNRESPONSIVE, ExitInfo, Process
@@ -19,12 +20,9 @@ from perdure.spi.runtime import (
     BackendState,
     BackgroundThread,
     Health,
-    LoadedTogether,
     Residence,
     Restarted,
     RestartPolicy,
-    files_of,
-    is_crash,
     split_layers,
 )
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from perdure.chat.message import Tool, ToolCall
-from perdure.errors import InvalidInputError
+from perdure import InvalidInputError, Tool, ToolCall
 
 
 def check_arguments(call: ToolCall, tools: Iterable[Tool]) -> str | None:
@@ -19,7 +18,7 @@ def check_arguments(call: ToolCall, tools: Iterable[Tool]) -> str | None:
     except InvalidInputError as error:
         return str(error)
     # Slow to import, and needed only where there are calls.
-    from perdure.chat.parsing.schema import first_problem
+    from perdure.ext.call_checks.schema import first_problem
 
     try:
         problem = first_problem(tool.parameters, arguments)

@@ -16,8 +16,8 @@ import llguidance
 from jsonschema.exceptions import ValidationError, best_match
 from referencing import Registry
 
-from perdure.decode.sampling.grammar_checker import Vocabulary, checker
-from perdure.errors import BusyError, GrammarError
+from perdure import BusyError, GrammarError
+from perdure.spi.decode import Vocabulary, checker
 
 _STEPS = 500_000
 """What one validation may cost: references can make a small schema exponential."""

@@ -19,11 +19,9 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from perdure.atomic import read_table, write_table
-from perdure.config import settings
-from perdure.errors import DeadlyFileError, ModelFileError
-from perdure.identity import content_digest
-from perdure.models.parts import part_names
+from perdure import DeadlyFileError, ModelFileError
+from perdure.spi.base import content_digest, read_table, settings, write_table
+from perdure.spi.models import part_names
 
 _CRASHES = frozenset({"SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSYS", "SIGTRAP"})
 _NO_MEMORY = re.compile(
