@@ -138,7 +138,7 @@ class Runtime(Closing):
     ) -> Subscription:
         """Call `observer` with each event, in a separate thread, until the subscription is closed.
 
-        It may be slow, or raise: no reply waits for it. `perdure.events.sinks` has some.
+        It may be slow, or raise: no reply waits for it. `perdure.ext.inspection.sinks` has some.
         """
         return self.backend.events.call(observer, kinds, limit=limit)
 

@@ -39,12 +39,13 @@ from perdure.events.event import (
     Ended as Ended,
     Event as Event,
     ImageEncoded as ImageEncoded,
+    Placed as Placed,
+    Queued as Queued,
     Restarted as Restarted,
     TokenDrawn as TokenDrawn,
     Woken as Woken,
 )
 from perdure.events.hub import EventHub as EventHub
-from perdure.events.sinks import json_line as json_line
 from perdure.events.subscription import Subscription as Subscription
 from perdure.restart_policy import RestartPolicy as RestartPolicy
 from perdure.sessions.listener import Listener as Listener

@@ -13,7 +13,8 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 from starlette.responses import Response
 
-from perdure.spi.runtime import Event, Subscription, TokenDrawn, json_line
+from perdure.ext.inspection.sinks import json_line
+from perdure.spi.runtime import Event, Subscription, TokenDrawn
 from perdure.spi.server import (
     SSE,
     AppState,

@@ -12,9 +12,9 @@ import threading
 from pathlib import Path
 from typing import IO, Any
 
-from perdure.closing import Closing
-from perdure.errors import InvalidInputError
-from perdure.events.event import ChunkRead, Ended, Event, Placed, Queued, TokenDrawn
+from perdure import Event, InvalidInputError
+from perdure.spi.base import Closing
+from perdure.spi.runtime import ChunkRead, Ended, Placed, Queued, TokenDrawn
 
 _OPEN = 4096
 """Requests whose end was not heard of yet; of more, the oldest spans are given up."""
