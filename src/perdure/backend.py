@@ -29,6 +29,7 @@ from perdure.engine.model import EngineModel
 from perdure.engine_config import N_CTX, QUEUE, SLOTS, STORE_BYTES, EngineConfig
 from perdure.errors import ClosedError, InvalidInputError
 from perdure.events.hub import EventHub
+from perdure.extension import part
 from perdure.request_options import Sampling
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from perdure.cache.tiers.base import BlockTier
     from perdure.cache.tiers.codec import Encryption
     from perdure.decode.drafter import Drafter
-    from perdure.decode.embedding import EmbeddingFuture, EmbeddingQueue
+    from perdure.decode.embedding import EmbeddingFuture
     from perdure.engine.media import MediaSource, MediumRows
 
 log = logging.getLogger("perdure.engine")
@@ -346,7 +347,7 @@ class LocalBackend(AlwaysLoaded):
             # Opened by the first request for vectors: it has separate memory.
             alike = {name: value for name, value in config.context.items() if name in _ALIKE}
             self._open_embedder = partial(model.embedder, n_ctx=n_ctx, **alike)
-            self._embeddings: EmbeddingQueue | None = None
+            self._embeddings: Any = None
             self._embeddings_lock = threading.Lock()
             self._closed = False
             self._cache: PrefixCache | None = None
@@ -402,15 +403,13 @@ class LocalBackend(AlwaysLoaded):
             return self._cache
 
     @property
-    def embeddings(self) -> EmbeddingQueue:
+    def embeddings(self) -> Any:
         """Made for the first text."""
         with self._embeddings_lock:
             if self._embeddings is None:
                 if self._closed:
                     raise ClosedError("this runtime is closed")
-                from perdure.decode.embedding import EmbeddingQueue
-
-                self._embeddings = EmbeddingQueue(
+                self._embeddings = part("rt.embed and rt.rank", "embeddings")(
                     self._open_embedder,
                     self.engine_loop.post,
                     choose=self.adapters.choose,
@@ -487,8 +486,6 @@ class LazyMedia:
 
     def medium(self, ids: NDArray[np.int32]) -> MediumRows:
         if self._source is None:
-            from perdure.extension import part
-
             storage = self._storage
             self._source = part("images in a prompt", "images")(storage.folder, storage.encryption)
         assert self._source is not None

@@ -87,6 +87,7 @@ def test_a_score_is_that_of_the_two_last_layers(ranker: Path) -> None:
         assert found.embed(TEXT).tobytes() == np.float32(score).tobytes()
 
 
+@pytest.mark.extension("embeddings")
 def test_a_reranker_ranks_and_has_no_vectors(ranker: Path) -> None:
     documents = ["the sea is blue", "a mountain", "ships sail"]
     with perdure.open(ranker, n_ctx=256, slots=1, threads=1) as runtime:
@@ -113,6 +114,7 @@ def test_a_reranker_ranks_and_has_no_vectors(ranker: Path) -> None:
             assert "scores pairs" in refused.json()["error"]["message"]
 
 
+@pytest.mark.extension("embeddings")
 def test_another_model_ranks_by_its_vectors() -> None:
     with perdure.open(ToyModel(), n_ctx=256) as runtime:
         best, *_ = runtime.rank("the sea", ["a mountain", "the sea", "ships"])

@@ -158,6 +158,7 @@ def test_wrong_files_are_refused_when_a_runtime_is_opened(zoo_path: Names, tmp_p
         perdure.open(model, n_ctx=256, adapter_names={"a/b": str(zoo_path("llama-lora"))}, threads=1)
 
 
+@pytest.mark.extension("embeddings")
 def test_vectors_are_those_of_their_adapters(files: tuple[Any, str, str]) -> None:
     """C10: beside each other, in any order; also with one that a text switches on."""
     model, one, two = files
@@ -180,6 +181,7 @@ def test_vectors_are_those_of_their_adapters(files: tuple[Any, str, str]) -> Non
         assert rt.embed(text, adapters={}).vectors.tobytes() == plain.tobytes()
 
 
+@pytest.mark.extension("embeddings")
 def test_an_activated_lora_counts_from_its_invocation_in_a_vector_too(zoo_path: Names) -> None:
     model, judge = str(zoo_path("llama")), str(zoo_path("llama-alora"))
     before, behind = list(range(40, 60)), list(range(60, 70))
@@ -190,6 +192,7 @@ def test_an_activated_lora_counts_from_its_invocation_in_a_vector_too(zoo_path: 
         assert rt.embed(loud, adapters={judge: 1.0}).vectors.tobytes() != rt.embed(loud).vectors.tobytes()
 
 
+@pytest.mark.extension("embeddings")
 def test_vectors_of_a_child_process_have_their_adapters(zoo_path: Names) -> None:
     model, one = str(zoo_path("llama")), str(zoo_path("llama-lora"))
     settings: dict[str, Any] = {"n_ctx": 256, "threads": 1, "adapter_names": {"one": one}}

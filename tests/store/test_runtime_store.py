@@ -41,6 +41,7 @@ def toy_only(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("subject", names, indirect=True)
 
 
+@pytest.mark.extension("embeddings")
 def test_the_engine_computes_in_one_thread_whatever_is_done_with_it(
     zoo_path: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ from perdure.engine.contract import (
     check_token as check_token,
 )
 from perdure.engine.core import Adapter as Adapter, Core as Core
-from perdure.engine.embedder import CHUNK as CHUNK
+from perdure.engine.embedder import CHUNK as CHUNK, Reading as Reading
 from perdure.engine.inspection import Traced as Traced
 from perdure.engine.model import EngineModel as EngineModel, FileModel as FileModel
 from perdure.engine.registry import (

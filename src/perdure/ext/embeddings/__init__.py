@@ -2,4 +2,8 @@
 
 from perdure.spi import Extension
 
-EXTENSION = Extension(name="embeddings", routes=("perdure.ext.embeddings.routes:router",))
+EXTENSION = Extension(
+    name="embeddings",
+    routes=("perdure.ext.embeddings.routes:router",),
+    parts={"rt.embed and rt.rank": "perdure.ext.embeddings.queue:EmbeddingQueue"},
+)
