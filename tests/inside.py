@@ -50,7 +50,7 @@ def due_in_quiet(loop: EngineLoop) -> int:
 
 def embedder_of(rt: Runtime) -> Embedder:
     """The context of a runtime that makes vectors. It is opened with the first text."""
-    embedder = inside(rt).embeddings._embedder
+    embedder: Embedder | None = inside(rt).embeddings._embedder
     assert embedder is not None
     return embedder
 

@@ -377,10 +377,12 @@ class LocalBackend(AlwaysLoaded):
 
     def embed(self, texts: Sequence[Tokens], adapters: Scales | None = None) -> EmbeddingFuture:
         self.engine_loop.check_thread()
-        return self.embeddings.submit(texts, adapters)
+        answer: EmbeddingFuture = self.embeddings.submit(texts, adapters)
+        return answer
 
     def embedding_width(self) -> int:
-        return self.embeddings.width
+        width: int = self.embeddings.width
+        return width
 
     @property
     def cache(self) -> PrefixCache:

@@ -114,7 +114,7 @@ def test_arguments_are_not_checked_on_the_event_loop_s2(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """S2: somebody else is answered meanwhile."""
-    from perdure.chat.parsing import schema
+    from perdure.ext.call_checks import schema
 
     checking, answered = threading.Event(), threading.Event()
     matches = schema.matches

@@ -21,8 +21,7 @@ from perdure.engine.llama.native.declarations import (
     LlamaBatch as LlamaBatch,
     Override as Override,
 )
-from perdure.engine.llama.native.layout import StateLayout as StateLayout
-from perdure.engine.llama.native.layout import window as window_rows
+from perdure.engine.llama.native.layout import StateLayout as StateLayout, window_rows as window_rows
 from perdure.engine.llama.native.log_sink import captured_errors as captured_errors
 from perdure.engine.llama.offload import CPU_ONLY as CPU_ONLY
 from perdure.engine.llama.tokenizer import LlamaTokenizer as LlamaTokenizer

@@ -213,7 +213,7 @@ def discover(state: Bytes, tail_state: Bytes | None, seq: int, streams: int) -> 
     return None
 
 
-def window(tail_state: Bytes, streams: int) -> tuple[StateLayout, int, StateRows] | None:
+def window_rows(tail_state: Bytes, streams: int) -> tuple[StateLayout, int, StateRows] | None:
     """The rows of a window's cells, which a tail state has behind a separate header, in the order of their
     positions, with the first position; None where no reading accounts for every byte and position."""
     (seq,) = struct.unpack_from("<i", tail_state.tobytes()[:8], 4)
