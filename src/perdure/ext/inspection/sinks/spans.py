@@ -1,56 +1,14 @@
-"""Sinks: where events can go. `rt.observe(sink)` and `observe=sink` call one with one event at a time.
-
-`rt.observe(JsonLines("events.jsonl"))` writes lines such as {"kind": "TokenDrawn", "time": 1763391265.1, …};
-`rt.observe(OpenTelemetry())` makes a span of each request (pip install 'perdure[otel]').
-"""
+"""Requests as spans of OpenTelemetry."""
 
 from __future__ import annotations
 
-import json
-import os
-import threading
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from perdure import Event, InvalidInputError
-from perdure.spi.base import Closing
 from perdure.spi.runtime import ChunkRead, Ended, Placed, Queued, TokenDrawn
 
 _OPEN = 4096
 """Requests whose end was not heard of yet; of more, the oldest spans are given up."""
-
-
-class JsonLines(Closing):
-    """Appends each event to a file, a line each. `close` it, or use `with`."""
-
-    def __init__(self, target: str | os.PathLike[str] | IO[str]) -> None:
-        self._own = isinstance(target, (str, os.PathLike))
-        self._file: IO[str]
-        if isinstance(target, (str, os.PathLike)):
-            self._file = Path(target).open("a", encoding="utf-8")  # noqa: SIM115
-        else:
-            self._file = target
-        self._writing = threading.Lock()
-
-    def __call__(self, event: Event) -> None:
-        line = json_line(event)
-        with self._writing:
-            if not self._file.closed:
-                self._file.write(line + "\n")
-                if isinstance(event, Ended):
-                    self._file.flush()
-
-    def close(self) -> None:
-        with self._writing:
-            if self._own:
-                self._file.close()
-            else:
-                self._file.flush()
-
-
-def json_line(event: Event) -> str:
-    """An event as one line of JSON."""
-    return json.dumps(event.to_dict(), ensure_ascii=False, separators=(",", ":"))
 
 
 class OpenTelemetry:
