@@ -48,9 +48,6 @@ ADDRESS_BYTES = 100
 _MADV_COLLAPSE = 25
 _LARGEST_HEAP = 64 << 20
 """Bytes of one piece of memory up to which it is Python's and C's small objects."""
-_LOOKS = (5_000, 4, 20)
-"""New objects before the garbage collector looks through them; such looks before one at those that stayed;
-and those before one at all: some two minutes apart with 200 replies at a time."""
 _GROUPS = Path("/sys/fs/cgroup")
 _GROUP_FILES = {
     "": ("memory.max", "memory.current"),
@@ -86,11 +83,8 @@ def prefer_large_pages(address: int, size: int) -> None:
 
 def freeze_memory() -> None:
     """Say that what is there by now stays: the garbage collector does not look through it again and again,
-    and it moves into large pages, where it is found sooner after a step has read all weights. What comes
-    later is looked through less often: a look at all of it holds every thread up, with hundreds of requests
-    for 0.1 s and more."""
+    and it moves into large pages, where it is found sooner after a step has read all weights."""
     gc.freeze()
-    gc.set_threshold(*_LOOKS)
     for each in own_memory(heap=True) if has_large_pages() else ():
         # What is larger is weights or state, and was asked for in large pages.
         if len(each) <= _LARGEST_HEAP:
