@@ -130,7 +130,7 @@ class HttpServer(uvicorn.Server):
         limits = state.limits
         super().__init__(
             uvicorn.Config(
-                served(state),
+                direct_write.released(served(state)),
                 http=_protocol(limits, rejecting(state)),
                 ws="websockets-sansio",
                 lifespan="off",
