@@ -126,6 +126,7 @@ print("on every surface")
 """
 
 
+@pytest.mark.extension("completions")
 def test_a_made_up_setting_is_on_every_surface() -> None:
     command = [sys.executable, "-c", MADE_UP]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)

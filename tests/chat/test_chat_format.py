@@ -351,6 +351,7 @@ def test_a_budget_ends_reasoning_and_has_the_model_answer() -> None:
 # Tools.
 
 
+@pytest.mark.extension("call_checks")
 def test_a_call_is_parsed_and_its_arguments_checked() -> None:
     with toy(n_ctx=1024) as rt:
         call = '{"name": "look", "arguments": {"at": "sea"}}'

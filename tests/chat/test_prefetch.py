@@ -211,6 +211,7 @@ def test_what_follows_a_fold_is_read_ahead(name: str | None, tmp_path: Path) -> 
     assert settled.reuse.computed < 60 < 200 < plain.reuse.computed
 
 
+@pytest.mark.extension("responses")
 @pytest.mark.parametrize("settle", [4096, 0])
 def test_what_follows_a_compaction_is_read_ahead(settle: int) -> None:
     from perdure.server.core.settings import ReplyDefaults

@@ -68,6 +68,7 @@ def tool_loop(rt: Runtime) -> list[tuple[int, int]]:
     return found
 
 
+@pytest.mark.extension("families")
 @pytest.mark.parametrize("kind", MEMORY_KINDS)
 def test_a_tool_loop_goes_on_from_behind_its_marks_k2(kind: type[MemorySpec]) -> None:
     """K2: also on memories that cannot be cut, and for each prompt of the loop."""
@@ -107,6 +108,7 @@ def test_a_tool_loop_keeps_a_checkpoint_behind_its_marks_k2(kind: type[MemorySpe
         assert reused >= stays > 100
 
 
+@pytest.mark.extension("families")
 def test_without_the_marks_there_is_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check has teeth: as if only control tokens were marks."""
     [recurrent] = [kind for kind in MEMORY_KINDS if kind.name == "recurrent"]

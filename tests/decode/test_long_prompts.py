@@ -83,6 +83,7 @@ def test_who_looks_does_not_wait_for_a_short_step_that_takes_long(rt: Runtime, g
         assert not stream.done
 
 
+@pytest.mark.extension("inspection")
 def test_who_looks_does_not_wait_for_a_step(rt: Runtime, gate: Turnstile) -> None:
     """Slots, totals and the lists of what is kept are told while the engine is in the middle of a step."""
     with rt.submit(PROMPT, max_tokens=1) as stream, ThreadPoolExecutor(1) as other:

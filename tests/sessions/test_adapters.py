@@ -109,6 +109,7 @@ def test_s7_an_export_names_no_adapter_file(files: tuple[Any, str, str], tmp_pat
         assert result.state_tokens > 0
 
 
+@pytest.mark.extension("workers")
 def test_a_turn_of_a_child_process_has_its_adapters(zoo_path: Names) -> None:
     one, two = str(zoo_path("llama-lora")), str(zoo_path("llama-lora2"))
     model = str(zoo_path("llama"))
@@ -126,6 +127,7 @@ def test_a_turn_of_a_child_process_has_its_adapters(zoo_path: Names) -> None:
             rt.generate("Once", adapters={model: 1.0}, **ASK)
 
 
+@pytest.mark.extension("workers")
 def test_a_store_in_use_with_other_adapters_is_refused(zoo_path: Names, tmp_path: Path) -> None:
     """C11: what another process computes with is part of what is asked of it."""
     one, model = str(zoo_path("llama-lora")), str(zoo_path("llama"))
