@@ -118,7 +118,7 @@ def test_a_reply_waits_for_one_chunk_at_most_and_has_half_of_the_time(
 ) -> None:
     """However much is to be embedded, every chunk of it is followed by steps of the reply."""
     clock = Clock()
-    monkeypatch.setattr("perdure.decode.embedding.time", clock)
+    monkeypatch.setattr("perdure.ext.embeddings.queue.time", clock)
     rt.embed("opens it")
     steps: list[str] = []
 
