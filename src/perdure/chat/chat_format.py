@@ -320,8 +320,9 @@ class ChatFormat:
     def part(self, tokens: Sequence[int]) -> Message:
         """The beginning of a reply as a message to show: calls stand in it as text, and control tokens that
         mean nothing to the family not at all, as in the reply itself."""
-        control, visible = self.tokenizer.control, self._visible_tokens
-        text = self.tokenizer.decode([each for each in tokens if each not in control or each in visible]).text
+        control, meanings = self.tokenizer.control, self.family.scanner.meanings
+        hidden = {each for each, mark in control.items() if meanings.get(mark, "nothing") == "nothing"}
+        text = self.tokenizer.decode([each for each in tokens if each not in hidden]).text
         markers = self.family.reasoning
         message = Message(role="assistant", content=text)
         if markers is None:
