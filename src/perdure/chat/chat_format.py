@@ -320,9 +320,7 @@ class ChatFormat:
     def part(self, tokens: Sequence[int]) -> Message:
         """The beginning of a reply as a message to show: calls stand in it as text, and control tokens that
         mean nothing to the family not at all, as in the reply itself."""
-        control, meanings = self.tokenizer.control, self.family.scanner.meanings
-        hidden = {each for each, mark in control.items() if meanings.get(mark, "nothing") == "nothing"}
-        text = self.tokenizer.decode([each for each in tokens if each not in hidden]).text
+        text = self.tokenizer.decode([each for each in tokens if each not in self._hidden_tokens]).text
         markers = self.family.reasoning
         message = Message(role="assistant", content=text)
         if markers is None:
@@ -531,6 +529,16 @@ class ChatFormat:
     def _visible_tokens(self) -> frozenset[int]:
         marks = self.family.marks
         return frozenset(token for token, text in self.tokenizer.control.items() if text in marks)
+
+    @cached_property
+    def _hidden_tokens(self) -> frozenset[int]:
+        """Control tokens that mean nothing to the family."""
+        meanings = self.family.scanner.meanings
+        return frozenset(
+            token
+            for token, mark in self.tokenizer.control.items()
+            if meanings.get(mark, "nothing") == "nothing"
+        )
 
     @cached_property
     def _call_tokens(self) -> frozenset[int]:

@@ -131,7 +131,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 direct_write.released(served(state)),
-                http=_protocol(limits, rejecting(state)),
+                http=_protocol(limits, direct_write.released(rejecting(state))),
                 ws="websockets-sansio",
                 lifespan="off",
                 log_config=None,
