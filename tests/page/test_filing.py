@@ -249,7 +249,11 @@ def test_a_better_model_is_shown_with_the_command_or_a_download(open_page: OpenP
         pull = {**told, **more, "serves": ""}
 
         def under_way(route: Route) -> None:
-            route.fulfill(json={**route.fetch().json(), "pull": pull})
+            response = route.fetch()
+            if response.ok:
+                route.fulfill(response=response, json={**response.json(), "pull": pull})
+            else:
+                route.fulfill(response=response)
 
         user.page.route("**/v1/models/pull", lambda route: route.fulfill(status=200, json=pull))
         user.page.route("**/v1/catalogue", under_way)
