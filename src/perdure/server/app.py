@@ -18,7 +18,7 @@ from perdure.server.core import api_error
 from perdure.server.core.api_error import too_many_connections
 from perdure.server.core.body_route import body_schema
 from perdure.server.core.event_log import EventLogs
-from perdure.server.core.middleware import OPEN, AccessLog, Auth, BodyLimits, Cors, HostCheck
+from perdure.server.core.middleware import OPEN, AccessLog, Auth, BodyLimits, Cors, HostCheck, Starts
 from perdure.server.core.protocol import OPENAI, Protocol
 from perdure.server.core.schemas import RequestSchema
 from perdure.server.core.server_state import ServerState
@@ -102,7 +102,7 @@ def served(state: ServerState) -> ASGIApp:
     state.routes = AccessLog(routes, state.ledger.metrics, protocols())
     app: ASGIApp = Auth(BodyLimits(routes, state), state.keys)
     app = Cors(HostCheck(app, state), state)
-    return AccessLog(app, state.ledger.metrics, protocols())
+    return AccessLog(Starts(app), state.ledger.metrics, protocols())
 
 
 def rejecting(state: ServerState) -> ASGIApp:

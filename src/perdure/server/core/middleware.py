@@ -15,6 +15,7 @@ import logging
 import re
 import time
 import uuid
+from collections import deque
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any, TextIO
@@ -47,6 +48,8 @@ log = logging.getLogger("perdure.server")
 
 _ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _CHECKS = frozenset({"/health", "/ready"})
+_STARTS = 4
+"""Requests that begin in one turn of the event loop; each takes about a millisecond."""
 CUT = 499
 """The status, in logs and metrics only, of a request whose client went away, or had its reply cancelled."""
 
@@ -186,6 +189,42 @@ class AccessLog:
             # Routers ask these every second: success is logged at debug level.
             level = logging.DEBUG if route in _CHECKS and status < 400 else logging.INFO
             log.log(level, "request", extra={"fields": fields})
+
+
+class Starts:
+    """Of hundreds of requests that come at once, a few begin in each turn of the event loop: streams go on in
+    between, and who asks how the server is waits for a few of them."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._begun = 0
+        """In this turn."""
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope.get("path") not in _CHECKS:
+            await self._turn()
+        await self._app(scope, receive, send)
+
+    async def _turn(self) -> None:
+        loop = asyncio.get_running_loop()
+        if not self._begun:
+            loop.call_soon(self._next, loop)
+        if self._begun < _STARTS:
+            self._begun += 1
+            return
+        waiting = loop.create_future()
+        self._waiting.append(waiting)
+        await waiting
+
+    def _next(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._begun = 0
+        while self._waiting and self._begun < _STARTS:
+            if not (waiting := self._waiting.popleft()).done():
+                waiting.set_result(None)
+                self._begun += 1
+        if self._begun:
+            loop.call_soon(self._next, loop)
 
 
 # Host and origin check. Refuses requests that a web page of another site makes.
