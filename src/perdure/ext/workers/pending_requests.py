@@ -245,6 +245,8 @@ class PendingRequests:
         self._queue = queue
         self._slots = 1
         self._changing = threading.Lock()
+        """Of what is asked, and whom. Requests and calls that end are dropped without it, at any time: who
+        goes through them takes a copy."""
         self._ids = itertools.count(1)
         self._requests: dict[RequestId, PendingRequest] = {}
         self._calls: dict[RequestId, PendingCall] = {}
@@ -323,10 +325,9 @@ class PendingRequests:
     @property
     def load(self) -> tuple[int, int]:
         """Requests waiting, and being served, as far as this side can tell."""
-        with self._changing:
-            unfinished = self._unfinished()
-            served = 0 if self._connection is None else min(unfinished, self._slots)
-            return unfinished - served, served
+        unfinished = self._unfinished()
+        served = 0 if self._connection is None else min(unfinished, self._slots)
+        return unfinished - served, served
 
     def shut(self) -> None:
         """Take nothing more."""
@@ -338,10 +339,8 @@ class PendingRequests:
     @property
     def engine_works(self) -> bool:
         """Whether the engine thread has work, so that a step may keep it silent for long."""
-        with self._changing:
-            return bool(self._requests) or any(
-                call.call.target in ("cache", "backend") for call in self._calls.values()
-            )
+        calls = list(self._calls.values())
+        return bool(self._requests) or any(call.call.target in ("cache", "backend") for call in calls)
 
     @property
     def silence(self) -> float:
@@ -359,9 +358,9 @@ class PendingRequests:
                 connection.send(Watch(True))
             self._leaving = False
             self._slots = slots
-            for pending in self._requests.values():
+            for pending in list(self._requests.values()):
                 self._send(connection, pending, pack(pending.message()))
-            for call in self._calls.values():
+            for call in list(self._calls.values()):
                 call.tries += 1
                 connection.send(call.call)
 
@@ -381,21 +380,20 @@ class PendingRequests:
     @property
     def waiting(self) -> bool:
         """Whether anything is asked that has no answer yet."""
-        with self._changing:
-            return bool(self._unfinished() or self._calls)
+        return bool(self._unfinished() or self._calls)
 
     def disconnect(self, info: ExitInfo) -> None:
         """The engine is gone. What it did not get to show is asked again, once; the rest ends. One that has
         said that it was leaving did not die of anything that it was asked."""
         with self._changing:
             self._connection = None
+            requests, calls = list(self._requests.values()), list(self._calls.values())
             if self._leaving:
                 self._leaving = False
-                for pending in self._requests.values():
+                for pending in requests:
                     pending.tries = 0
-                for call in self._calls.values():
+                for call in calls:
                     call.tries = 0
-            requests, calls = list(self._requests.values()), list(self._calls.values())
         for pending in requests:
             pending.acknowledge()
             again = pending.tries >= TRIES
@@ -518,7 +516,7 @@ class PendingRequests:
         return RequestId(next(self._ids))
 
     def _unfinished(self) -> int:
-        return sum(not pending.finished for pending in self._requests.values())
+        return sum(not pending.finished for pending in list(self._requests.values()))
 
     def _check_open(self) -> None:
         if self._shut:
@@ -532,14 +530,17 @@ class PendingRequests:
             connection.send(Cancel(pending.id))
 
     def _drop(self, id_: RequestId) -> None:
-        with self._changing:
-            self._requests.pop(id_, None)
-            self._calls.pop(id_, None)
+        """Takes no lock: on the event loop, which would wait for dozens of threads that ask just now."""
+        self._requests.pop(id_, None)
+        self._calls.pop(id_, None)
 
     def _sweep(self) -> None:
-        with self._changing:
-            self._requests = {id_: each for id_, each in self._requests.items() if not each.finished}
-            self._calls = {id_: each for id_, each in self._calls.items() if not each.answer.done()}
+        for pending in list(self._requests.values()):
+            if pending.finished:
+                self._drop(pending.id)
+        for call in list(self._calls.values()):
+            if call.answer.done():
+                self._drop(call.call.id)
 
 
 def packed(message: object) -> bytes:
