@@ -47,7 +47,7 @@ def begun_in(paths: list[str], *, left: frozenset[int] = frozenset()) -> dict[in
 def test_a_few_begin_in_each_turn_of_the_loop_in_their_order() -> None:
     turns = begun_in(["/v1/sessions"] * COUNT)
     assert list(turns) == list(range(COUNT))
-    assert max(Counter(turns.values()).values()) == middleware._STARTS
+    assert max(Counter(turns.values()).values()) == middleware.STARTS
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready"])
@@ -60,4 +60,4 @@ def test_those_that_leave_while_they_wait_hold_nobody_up() -> None:
     left = frozenset(range(10, 40))
     turns = begun_in(["/v1/sessions"] * COUNT, left=left)
     assert turns.keys() == set(range(COUNT)) - left
-    assert max(turns.values()) <= COUNT / middleware._STARTS
+    assert max(turns.values()) <= COUNT / middleware.STARTS

@@ -48,7 +48,7 @@ log = logging.getLogger("perdure.server")
 
 _ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _CHECKS = frozenset({"/health", "/ready"})
-_STARTS = 4
+STARTS = 4
 """Requests that begin in one turn of the event loop; each takes about a millisecond."""
 CUT = 499
 """The status, in logs and metrics only, of a request whose client went away, or had its reply cancelled."""
@@ -210,7 +210,7 @@ class Starts:
         loop = asyncio.get_running_loop()
         if not self._begun:
             loop.call_soon(self._next, loop)
-        if self._begun < _STARTS:
+        if self._begun < STARTS:
             self._begun += 1
             return
         waiting = loop.create_future()
@@ -219,7 +219,7 @@ class Starts:
 
     def _next(self, loop: asyncio.AbstractEventLoop) -> None:
         self._begun = 0
-        while self._waiting and self._begun < _STARTS:
+        while self._waiting and self._begun < STARTS:
             if not (waiting := self._waiting.popleft()).done():
                 waiting.set_result(None)
                 self._begun += 1
