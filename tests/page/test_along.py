@@ -152,6 +152,37 @@ def test_a_picture_is_shown_with_its_cost_sent_and_there_after_a_restart(
     )
 
 
+@pytest.mark.extension("images")
+def test_another_reply_to_a_picture_in_less_detail_and_to_a_sound_has_them_as_they_were(
+    open_page: OpenPage, tmp_path: Path
+) -> None:
+    toys = pytest.importorskip("ext.images.toys")
+    pictures = pytest.importorskip("ext.images.pictures")
+    shown = {
+        "llava": (perdure.Image(pictures.picture(seed=1), detail="low"), "img", "naturalWidth === 120"),
+        "qwen2a": (perdure.Sound(pictures.sound()), "audio", "readyState > 0"),
+    }
+    for kind, (medium, element, is_shown) in shown.items():
+        model, _ = toys.write(tmp_path, kind)
+        with (
+            perdure.open(model, store=tmp_path / kind, n_ctx=4096, slots=2, threads=1) as rt,
+            live_server(rt) as server,
+        ):
+            rt.session("talk").say({"role": "user", "content": [medium, "What is it?"]}, max_tokens=4)
+            user = open_page(server, "/#/c/talk")
+            user.page.wait_for_function(
+                f"() => document.querySelector('.turn .pictures {element}')?.{is_shown}"
+            )
+            check_accessible(user)
+            user.button("Regenerate", user.turn(1)).click()
+            expect(user.page.get_by_role("img", name="Branch 2 of 2")).to_be_visible()
+            expect(user.pending).to_have_count(0)
+            [again] = rt.session("talk").history()
+            assert again.messages[0].images == ((0, medium),)
+            assert again.messages[0].to_dict()["images"][0][2] in ("low", "sound")
+            user.page.goto("about:blank")
+
+
 @pytest.mark.skipif(
     "PERDURE_SCREENSHOTS" not in os.environ, reason="PERDURE_SCREENSHOTS=1 makes the pictures"
 )

@@ -9,6 +9,10 @@ export interface Call {
   function: { name: string; arguments: string };
 }
 
+/** A picture or a sound of a message: the number of characters before it, its digest (while it is on its way a
+    data: URL), and what it is unless it is a picture in full detail. */
+export type Medium = [place: number, source: string, kind?: "low" | "sound"];
+
 export interface Message {
   role: string;
   content: string | null;
@@ -16,8 +20,7 @@ export interface Message {
   tool_call_id?: string | null;
   reasoning_content?: string | null;
   tool_calls?: Call[] | null;
-  /** Each with the number of characters before it: its digest, or while it is on its way a data: URL. */
-  images?: [number, string][] | null;
+  images?: Medium[] | null;
 }
 
 export interface Reuse {

@@ -107,7 +107,8 @@ export function filesIn(content: string): { files: TextFile[]; text: string } {
 
 // Pictures.
 
-/** Messages as the server takes them: pictures among the parts of the text, those that it has by their digests. */
+/** Messages as the server takes them: pictures and sounds among the parts of the text, those that it has by
+    their digests. */
 export function wired(messages: Message[]): object[] {
   return messages.map(({ images, ...message }) => {
     if (!images?.length) return message;
@@ -119,17 +120,19 @@ export function wired(messages: Message[]): object[] {
       if (end > at) parts.push({ type: "text", text: text.slice(at, end).join("") });
       at = end;
     };
-    for (const [place, source] of images) {
+    for (const [place, source, kind] of images) {
       say(place);
-      parts.push({ type: "image_url", image_url: { url: source.startsWith("data:") ? source : `sha256:${source}` } });
+      const url = source.startsWith("data:") ? source : `sha256:${source}`;
+      if (kind === "sound") parts.push({ type: "input_audio", input_audio: { data: url, format: "wav" } });
+      else parts.push({ type: "image_url", image_url: { url, ...(kind ? { detail: kind } : {}) } });
     }
     say(text.length);
     return { ...message, content: parts };
   });
 }
 
-/** A picture of a message: one that is on its way, or one that the server keeps. */
-export async function pictureOf(session: string | null, source: string): Promise<Blob> {
+/** The file of a picture or a sound in a message: one that is on its way, or one that the server keeps. */
+export async function fileOf(session: string | null, source: string): Promise<Blob> {
   if (source.startsWith("data:")) {
     const [head = "", data = ""] = source.split(",");
     const decoded = Uint8Array.from(atob(data), (letter) => letter.charCodeAt(0));

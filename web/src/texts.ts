@@ -134,6 +134,8 @@ export const texts = {
     picture: (at: number) => `Picture ${at}`,
     enlarge: (at: number) => `Show picture ${at} large`,
     pictureGone: "This picture is no longer on the server",
+    sound: (at: number) => `Sound ${at}`,
+    soundGone: "This sound is no longer on the server",
     detach: (name: string) => `Remove ${name}`,
     notText: (name: string) => `${name} is no text, PDF or picture`,
     tooLarge: (name: string, limit: string) => `${name} is larger than ${limit}`,

@@ -2,7 +2,8 @@
 
 import { ChevronRight, FileText, ImageOff } from "lucide-preact";
 import { useContext, useEffect, useState } from "preact/hooks";
-import { pictureOf, SessionName } from "../attachments";
+import type { Medium } from "../api";
+import { fileOf, SessionName } from "../attachments";
 import { bytes, texts } from "../texts";
 import { Dialog } from "./Dialog";
 
@@ -21,15 +22,15 @@ export function FileCard({ name, text }: { name: string; text: string }) {
   );
 }
 
-/** A picture: of a file, of a message on its way, or kept by the server under its digest. */
-export function Picture({ source, name }: { source: string | File; name: string }) {
+/** The URL of a file, of one in a message on its way, or of one that the server keeps under its digest. */
+function useUrl(source: string | File): { url: string; isGone: boolean } {
   const session = useContext(SessionName);
   const [url, show] = useState("");
   const [isGone, lose] = useState(false);
   useEffect(() => {
     let made = "";
     let wanted = true;
-    const found = source instanceof File ? Promise.resolve<Blob>(source) : pictureOf(session, source);
+    const found = source instanceof File ? Promise.resolve<Blob>(source) : fileOf(session, source);
     found.then(
       (blob) => wanted && show((made = URL.createObjectURL(blob))),
       () => wanted && lose(true),
@@ -39,6 +40,12 @@ export function Picture({ source, name }: { source: string | File; name: string 
       if (made) URL.revokeObjectURL(made);
     };
   }, [source]);
+  return { url, isGone };
+}
+
+/** A picture, of any of these. */
+export function Picture({ source, name }: { source: string | File; name: string }) {
+  const { url, isGone } = useUrl(source);
   if (isGone)
     return (
       <span class="picture gone" role="img" aria-label={texts.composer.pictureGone}>
@@ -48,11 +55,22 @@ export function Picture({ source, name }: { source: string | File; name: string 
   return url ? <img class="picture" src={url} alt={name} /> : <span class="picture" />;
 }
 
-/** Pictures of a message; one that is pressed is shown large. */
-export function Pictures({ sources }: { sources: string[] }) {
+function Sound({ source, name }: { source: string; name: string }) {
+  const { url, isGone } = useUrl(source);
+  if (isGone) return <span class="hint">{texts.composer.soundGone}</span>;
+  return <audio controls src={url || undefined} aria-label={name} />;
+}
+
+/** Sounds and pictures of a message; a picture that is pressed is shown large. */
+export function Pictures({ media }: { media: Medium[] }) {
   const [large, enlarge] = useState<number | null>(null);
+  const sources = media.flatMap(([, source, kind]) => (kind === "sound" ? [] : [source]));
+  const sounds = media.flatMap(([, source, kind]) => (kind === "sound" ? [source] : []));
   return (
     <div class="pictures">
+      {sounds.map((source, at) => (
+        <Sound key={source} source={source} name={texts.composer.sound(at + 1)} />
+      ))}
       {sources.map((source, at) => (
         <button key={source} type="button" class="picture-button" aria-label={texts.composer.enlarge(at + 1)} onClick={() => enlarge(at)}>
           <Picture source={source} name={texts.composer.picture(at + 1)} />

@@ -3,7 +3,7 @@
 import { ArrowUp, FileText, Paperclip, Square, X } from "lucide-preact";
 import type { ComponentChildren } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
-import type { Message } from "../api";
+import type { Medium, Message } from "../api";
 import { ACCEPTED, begun, counted, read, withFiles, type Attachment } from "../attachments";
 import { notifyError } from "../notices";
 import { IconButton } from "../parts/Icon";
@@ -44,7 +44,7 @@ export function Composer({ writing, stopping, draft, onDraft, onSend, onStop, se
   const isReady = !writing && !!(draft.trim() || files.length) && !files.some((file) => file.reading);
   const send = () => {
     if (!isReady) return;
-    const pictures = files.flatMap((file) => (file.picture ? [[0, file.picture.url] as [number, string]] : []));
+    const pictures = files.flatMap((file): Medium[] => (file.picture ? [[0, file.picture.url]] : []));
     const content = withFiles(
       draft,
       files.filter((file) => !file.picture),

@@ -180,7 +180,7 @@ export function Said({ message, children }: { message: Message; children?: Compo
         <h2 class={message.role === "user" ? "unseen" : "who"}>{message.role === "user" ? texts.talk.you : texts.talk.system}</h2>
         {children}
         <div class="said-parts">
-          {!!message.images?.length && <Pictures sources={message.images.map(([, source]) => source)} />}
+          {!!message.images?.length && <Pictures media={message.images} />}
           {files.map((file) => (
             <FileCard {...file} />
           ))}

@@ -27,8 +27,9 @@ _POLICY = {
     "default-src": "'none'",
     "script-src": "'self'",
     "style-src": "'self'",
-    # Pictures of a conversation are fetched with its key, and shown out of the page's memory.
+    # Pictures and sounds of a conversation are fetched with its key, and shown out of the page's memory.
     "img-src": "'self' blob:",
+    "media-src": "'self' blob:",
     "connect-src": "'self'",
     # For the frame below alone: the page itself is framed by nobody.
     "frame-src": "'self'",
