@@ -50,6 +50,7 @@ from perdure.server.core.keys import (
     parse_line as parse_line,
     usage_file as usage_file,
 )
+from perdure.server.core.metrics import StreamEnd as StreamEnd
 from perdure.server.core.middleware import (
     ASSETS as ASSETS,
     FILE_TYPE as FILE_TYPE,
@@ -106,6 +107,7 @@ from perdure.server.core.settings import (
     host_name as host_name,
 )
 from perdure.server.core.visit import (
+    VISIT as VISIT,
     Caller as Caller,
     Sign as Sign,
     Visit as Visit,

@@ -28,7 +28,7 @@ from perdure.cli.output.terminal import agrees, note
 from perdure.cli.runtime import keys_in, usual_store
 from perdure.engine_config import STORE_BYTES, engine_options
 from perdure.errors import InvalidInputError
-from perdure.extension import optional_part
+from perdure.extension import optional_part, part
 
 if TYPE_CHECKING:
     import socket
@@ -238,6 +238,13 @@ def serve(
         metavar="FILE",
         help="Write process, address, models and store into FILE as JSON once it listens.",
     ),
+    otel: str | None = typer.Option(
+        None,
+        "--otel",
+        metavar="URL",
+        help="Send spans and metrics of requests to an OpenTelemetry collector by OTLP over HTTP, such as "
+        "http://127.0.0.1:4318. No text is in them.",
+    ),
     live: LiveOptions,
     sampling: SamplingOptions,
 ) -> None:
@@ -273,6 +280,7 @@ def serve(
             chosen, config, adapter or (), live.alias or (), isolated=isolated
         )
         kept.check(encrypt_given=is_given(context, "encrypt"))
+        telemetry = part("serve --otel", "otel")(otel) if otel is not None else None
         certificate = listen.certificate()
         listening = Listening(listen.sockets(with_port=is_given(context, "port")), certificate)
     except InvalidInputError as error:
@@ -290,6 +298,8 @@ def serve(
         watch = optional_part("watch of model folders")
         if watch is not None and selection is not None and selection.folders:
             resources.enter_context(watch(server_state, selection.folders, template=engine.template))
+        if telemetry is not None:
+            resources.enter_context(telemetry.follow(server_state))
         if listen.unix_socket is not None:
             resources.callback(listen.unix_socket.unlink, missing_ok=True)
         _announce(server_state, listening, kept, config, isolated=isolated)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -27,6 +28,7 @@ from perdure.decode.request import Reply, Usage
 from perdure.runtime import Runtime
 from perdure.server.core.api_error import ApiError, ClientLeft, deadline, stopping, to_api_error
 from perdure.server.core.app_state import AppState
+from perdure.server.core.metrics import StreamEnd
 from perdure.server.core.protocol import Ending, Events, Framing, ProtocolEvent, Writer, protocol_at
 from perdure.server.core.settings import Limits
 from perdure.server.core.visit import CANCELLED, LEFT, STOPPED, Caller
@@ -263,6 +265,7 @@ class Follower(Generic[D, R]):
         self._messages = messages
         self._seconds = app_state.server.seconds(timeout)
         self._is_counted = False
+        self._began = time.time()
         self._pending: list[ProtocolEvent] = []
         """Events that come before all others, or could not be sent at once."""
         self.number = next(_numbers)
@@ -312,6 +315,7 @@ class Follower(Generic[D, R]):
             self.interrupt(STOPPED if self._app_state.server.stopping else "its client left")
             usage = self._stream.usage
             self._caller.charge(usage.prompt_tokens, usage.completion_tokens)
+            self._notify((), usage)
 
     async def whole(self, request: Request) -> Sequence[R]:
         """All replies, for a client that stays. Whether they were cut short, `cut` says."""
@@ -409,11 +413,26 @@ class Follower(Generic[D, R]):
             prompt, written = max(prompt, usage.prompt_tokens), max(written, usage.completion_tokens)
         self._caller.charge(prompt, written)
         self._app_state.server.ledger.record(replies, self._caller, self._session, listed=self._listed)
+        self._notify(replies, Usage(prompt_tokens=prompt, completion_tokens=written))
         if self._app_state.server.log_text:
             notes = self._caller.notes
             if self._messages:
                 notes["messages"] = [message.to_dict() for message in self._messages]
             notes.setdefault("replies", []).extend(reply.text for reply in replies)
+
+    def _notify(self, replies: Sequence[Reply] | Sequence[ChatReply], usage: Usage) -> None:
+        if (observer := self._app_state.server.ledger.metrics.observer) is not None:
+            observer.replied(
+                StreamEnd(
+                    caller=self._caller,
+                    model=self._app_state.name,
+                    session=self._session or self._caller.session,
+                    replies=replies,
+                    usage=usage,
+                    began=self._began,
+                    streamed=self._writer is not None,
+                )
+            )
 
 
 async def answer(

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -31,6 +31,8 @@ from perdure.errors import ClosedError, PerdureError
 from perdure.events.background import BackgroundTimer
 
 if TYPE_CHECKING:
+    from starlette.types import Scope
+
     from perdure.runtime import Runtime
     from perdure.server.core.visit import Caller
 
@@ -41,8 +43,45 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 _SPEEDS = (1, 2, 5, 10, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000, 2000)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamEnd:
+    """What came of one stream of a request."""
+
+    caller: Caller
+    model: str
+    """What it is called in answers."""
+    session: str | None
+    replies: Sequence[Reply | ChatReply]
+    """Empty where the client left, or the stream failed, before they were there."""
+    usage: Usage
+    """What was read and written."""
+    began: float
+    """When it was submitted, in seconds since 1970."""
+    streamed: bool
+
+
+class RequestObserver(Protocol):
+    """Follows the requests of a server, such as to export them. Each call comes in the event loop; none may
+    wait or raise."""
+
+    def began(self, scope: Scope) -> Any:
+        """A request has come, or a WebSocket. What it returns is given to `ended`."""
+        ...
+
+    def replied(self, end: StreamEnd) -> None:
+        """A stream has ended. Called in a context (`contextvars`) that comes from that of `began`."""
+        ...
+
+    def ended(self, request: Any, fields: Mapping[str, Any]) -> None:
+        """The answer to a request is sent; `fields` are those of its line in the log."""
+        ...
+
+
 class Metrics:
     """Counts of one server. What the engine itself knows is read when metrics are read."""
+
+    observer: RequestObserver | None = None
+    """Hears of all that is counted here."""
 
     def __init__(self, runtimes: Callable[[], Sequence[Runtime]], folder: Path | None = None) -> None:
         """`runtimes` gives those whose engines are known at the moment; `folder` is that of the store."""

@@ -127,6 +127,8 @@ class AccessLog:
         state[PROTOCOL] = protocol
         # A request that the server makes of itself may bring some.
         notes: dict[str, Any] = state.setdefault("notes", {})
+        observer = self._metrics.observer
+        request = None if observer is None else observer.began(scope)
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -189,6 +191,8 @@ class AccessLog:
             # Routers ask these every second: success is logged at debug level.
             level = logging.DEBUG if route in _CHECKS and status < 400 else logging.INFO
             log.log(level, "request", extra={"fields": fields})
+            if observer is not None:
+                observer.ended(request, fields)
 
 
 class Starts:

@@ -440,6 +440,7 @@ class ModelDirectory:
         """The model that a request asks for, loaded and kept so until the end of `visit`. 404 where there is
         no such model. With `sign`, a waiting client gets keep-alives. `keep_alive` is how long the model
         stays from then on; of a key it only adds time."""
+        visit.model_name = model_name
         model = self.check(model_name, namespace)
         if self.pool is None or model is None:
             return self.first

@@ -59,6 +59,8 @@ class Visit:
         self._early: list[Message] = []
         """Parts of the body that came while the request waited."""
         self._last: list[Callable[[], Awaitable[object]]] = []
+        self.model_name = ""
+        """The model that was asked for last, as its client names it."""
 
     def at_end(self, work: Callable[[], Awaitable[object]]) -> None:
         """Have something done when the answer is sent, while the models are still there."""
