@@ -61,6 +61,7 @@ def test_a_function_is_a_tool_with_a_schema_of_its_parameters() -> None:
             "near": {"description": "Places to leave out.", "type": "array", "items": place},
         },
         "required": ["city"],
+        "additionalProperties": False,
     }
 
 

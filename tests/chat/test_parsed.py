@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from pydantic import BaseModel, Field, TypeAdapter
 
 import perdure
 from perdure import GrammarError, InvalidInputError, SessionError
+from perdure.decode.sampling.grammar import Grammar
 from perdure.testing.toy import ToyModel
 
 
@@ -105,3 +107,21 @@ def test_mistakes_in_keywords_of_a_chat_are_named(keywords: Any, problem: str) -
             rt.chat(HELLO, **keywords)
         with pytest.raises(InvalidInputError, match="did you mean 'system'"):
             rt.session("a", systm="x")  # type: ignore[call-arg]
+
+
+def test_objects_of_a_class_have_its_fields_alone() -> None:
+    class Place(BaseModel):
+        type: str
+        properties: dict[str, int] = {}
+
+    class Open(BaseModel):
+        model_config = {"extra": "allow"}
+
+        places: list[Place]
+
+    written = json.loads(Grammar.json_schema(Open).text)
+    assert written["additionalProperties"] is True
+    assert written["$defs"]["Place"]["additionalProperties"] is False
+    assert set(written["$defs"]["Place"]["properties"]) == {"type", "properties"}
+    # A schema of the caller's means what it says.
+    assert "additionalProperties" not in json.loads(Grammar.json_schema(Place.model_json_schema()).text)

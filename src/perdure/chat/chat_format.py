@@ -574,8 +574,9 @@ class ChatFormat:
         if any(settings.get(name) is not None for name in ("grammar", "schema", "regex")):
             raise InvalidInputError("a reply cannot be held to a tool call and to a schema at once")
         form = self.call_form
-        # Two calls are not asked for where the template would not write them back.
-        parallel = options.parallel_tool_calls and (form.parallel or not form.exact)
+        # Who names a function asks for one call. Two are not asked for either where the template would not
+        # write them back.
+        parallel = options.parallel_tool_calls and choice == "required" and (form.parallel or not form.exact)
         return tools, form.writer.grammar(tools, parallel=parallel, control=self._control)
 
     def _lazy_calls(self, options: ChatOptions, settings: Mapping[str, Any]) -> Grammar | None:

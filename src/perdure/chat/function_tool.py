@@ -52,6 +52,7 @@ def described(function: Callable[..., Any]) -> dict[str, Any]:
             schema = {**schema, "default": each.default}
         properties[each.name] = schema
     parameters = {"type": "object", "properties": properties, "required": required}
+    parameters["additionalProperties"] = False
     return {"name": name, "description": text, "parameters": parameters}
 
 

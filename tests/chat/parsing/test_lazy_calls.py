@@ -148,6 +148,12 @@ def test_a_call_that_a_model_begins_fits_its_tool_r1(rt: Any) -> None:
     assert not free.tool_calls or free.problems
 
 
+def test_who_names_a_function_gets_one_call(rt: Any) -> None:
+    asked: dict[str, Any] = {"tools": [LOOK], "max_tokens": 300, "seed": 0, "temperature": 1.0}
+    reply = rt.chat(HELLO, tool_choice="look", logit_bias=opening(rt, 90.0), **asked)
+    assert (len(reply.tool_calls), reply.finish_reason) == (1, "tool_calls")
+
+
 def test_a_reply_without_a_call_is_what_it_is_without_the_grammar_k5(rt: Any) -> None:
     asked: dict[str, Any] = {"tools": [LOOK], "max_tokens": 60, "temperature": 1.0}
     for seed in range(3):

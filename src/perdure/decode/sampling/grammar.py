@@ -69,11 +69,22 @@ class Grammar:
 
 
 def written_schema(schema: Any) -> Any:
-    """The JSON schema of a class of pydantic, or of its `TypeAdapter`; anything else as it is."""
+    """The JSON schema of a class of pydantic, or of its `TypeAdapter`, with no properties besides its fields;
+    anything else as it is."""
     for name in ("model_json_schema", "json_schema"):
         if not isinstance(schema, (Mapping, bool)) and callable(write := getattr(schema, name, None)):
-            return write()
+            return _closed(write())
     return schema
+
+
+def _closed(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    # Small models go on for long with properties that they make up.
+    own = {"additionalProperties": False} if schema.get("type") == "object" and "properties" in schema else {}
+    return own | {name: _closed(each) for name, each in schema.items()}
 
 
 def check_numbers(schema: object) -> None:

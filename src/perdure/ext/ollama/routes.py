@@ -273,7 +273,18 @@ async def pull(body: OptionsRequest, app_state: AppStateDep, caller: CallerDep) 
             body.model or body.name, app_state, caller, streams=body.streams
         )
         return pull_answer
-    model = _check_model(body, app_state, caller)
+    try:
+        model = _check_model(body, app_state, caller)
+    except ApiError as error:
+        if error.code != "model_not_found":
+            raise
+        raise ApiError(
+            404,
+            f"{error.args[0]} `perdure pull NAME` on its machine fetches one, and so does a pull with the key "
+            "of its operator",
+            code=error.code,
+            param=error.param,
+        ) from None
     if model is None or model.is_known:
         lines = OllamaModels(app_state.with_model(model)).pulled()
     else:
@@ -281,6 +292,20 @@ async def pull(body: OptionsRequest, app_state: AppStateDep, caller: CallerDep) 
     if not body.streams:
         return lines[-1]
     return _all_lines(lines)
+
+
+@router.post("/api/create", include_in_schema=False)
+@router.post("/api/push", include_in_schema=False)
+@router.post("/api/blobs/{digest}", include_in_schema=False)
+async def make(request: Request) -> None:
+    """Refused: no client makes a model here, or takes one away."""
+    raise ApiError(
+        501,
+        f"{request.url.path} is not served: models are made on the server's machine, by `perdure quantize`, "
+        "`merge` and `fuse`; `perdure serve --model NAME=FILE` gives one a name, and system messages and "
+        "options go with each request",
+        code="unsupported_endpoint",
+    )
 
 
 @router.post("/api/copy", responses=errors(404))
