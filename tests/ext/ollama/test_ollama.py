@@ -59,10 +59,12 @@ def test_errors_are_texts(client: httpx.Client) -> None:
 
 def test_who_wants_a_model_hears_where_it_comes_from(client: httpx.Client) -> None:
     refused = client.post("/api/pull", json={"model": "llama3.2"})
-    assert refused.status_code == 404 and "`perdure pull NAME`" in refused.json()["error"]
+    assert refused.status_code == 404
+    assert "`perdure pull NAME`" in refused.json()["error"]
     for path in ("create", "push", "blobs/sha256:00"):
         refused = client.post(f"/api/{path}", json={"model": "mine", "from": "default"})
-        assert refused.status_code == 501 and "`perdure quantize`" in refused.json()["error"]
+        assert refused.status_code == 501
+        assert "`perdure quantize`" in refused.json()["error"]
 
 
 def test_somebody_is_there(client: httpx.Client) -> None:

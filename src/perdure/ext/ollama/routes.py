@@ -280,8 +280,8 @@ async def pull(body: OptionsRequest, app_state: AppStateDep, caller: CallerDep) 
             raise
         raise ApiError(
             404,
-            f"{error.args[0]} `perdure pull NAME` on its machine fetches one, and so does a pull with the key "
-            "of its operator",
+            f"{error.args[0]} `perdure pull NAME` on its machine fetches one, and so does a pull with the "
+            "key of its operator",
             code=error.code,
             param=error.param,
         ) from None
