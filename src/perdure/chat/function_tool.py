@@ -51,9 +51,8 @@ def described(function: Callable[..., Any]) -> dict[str, Any]:
         elif isinstance(each.default, (str, int, float, bool)):
             schema = {**schema, "default": each.default}
         properties[each.name] = schema
-    parameters = {"type": "object", "properties": properties, "required": required}
-    parameters["additionalProperties"] = False
-    return {"name": name, "description": text, "parameters": parameters}
+    shape = {"properties": properties, "required": required, "additionalProperties": False}
+    return {"name": name, "description": text, "parameters": {"type": "object", **shape}}
 
 
 def _documented(text: str, names: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
