@@ -7,9 +7,10 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import numpy as np
@@ -201,6 +202,13 @@ class Backend(Protocol):
         """What happens there, for subscribers."""
         ...
 
+    weights: Mapping[str, float]
+    """By namespace: what part of the engine it has while others ask too; 1 where none is given."""
+
+    def shares(self) -> Mapping[str, Mapping[str, float]]:
+        """What namespaces have had of the engine (`QueueOrder.shares`)."""
+        ...
+
     def submit(self, request: Request) -> OutputQueue:
         """Queue a request. What is wrong with it is raised here."""
         ...
@@ -225,6 +233,11 @@ class AlwaysLoaded:
     """The common part of backends whose engine is loaded for as long as they are open."""
 
     can_unload = False
+    weights: Mapping[str, float] = MappingProxyType({})
+
+    def weighed(self, request: Request) -> Request:
+        weight = self.weights.get(request.namespace)
+        return request if weight is None else replace(request, weight=weight)
 
     @property
     def is_known(self) -> bool:
@@ -373,7 +386,10 @@ class LocalBackend(AlwaysLoaded):
         return Health(state="failed" if self.engine_loop.failed else "ready")
 
     def submit(self, request: Request) -> OutputQueue:
-        return self.engine_loop.submit(request)
+        return self.engine_loop.submit(self.weighed(request))
+
+    def shares(self) -> Mapping[str, Mapping[str, float]]:
+        return self.engine_loop.scheduler.order.shares()
 
     def embed(self, texts: Sequence[Tokens], adapters: Scales | None = None) -> EmbeddingFuture:
         self.engine_loop.check_thread()

@@ -24,12 +24,12 @@ from perdure.decode.scheduler import (
     BatchScheduler,
     Budget,
     PrefillPacer,
+    QueueOrder,
     Scheduler,
     Slots,
     Step,
     admit,
     promote,
-    to_give_way,
 )
 from perdure.decode.sequence import Rank, SequenceGroup, make_group
 from perdure.engine.adapters import AdapterTable
@@ -39,6 +39,7 @@ from perdure.engine_config import QUEUE
 from perdure.errors import BusyError, ClosedError, EngineError, InvalidInputError
 from perdure.events.background import BackgroundThread
 from perdure.events.hub import EventHub
+from perdure.extension import optional_part
 
 if TYPE_CHECKING:
     from perdure.decode.drafter import Drafter
@@ -197,6 +198,8 @@ class EngineLoop:
         with self._changed:
             if self._closing:
                 raise ClosedError("this runtime is closed")
+            if request.namespace and type(self.scheduler.order) is QueueOrder:
+                self.scheduler.order = (optional_part("order of namespaces") or QueueOrder)()
             group.event_id = request.event_id or next(self._hub.ids)
             watched = request.observe is not None or self._hub.on
             if group.deadline is not None:
@@ -353,12 +356,14 @@ class EngineLoop:
         pacer = self.pacer
         if self._budget.chunk != pacer.chunk or self._budget.alone != pacer.alone:
             self._budget = replace(self._budget, chunk=pacer.chunk, alone=pacer.alone)
-        for step in self.scheduler.next_steps(self._active, self.slots, self._budget, turn=self._turn):
+        steps = self.scheduler.next_steps(self._active, self.slots, self._budget, turn=self._turn)
+        for step in steps:
             tokens = sum(map(_COUNT, step))
             if tokens >= len(step) + TIMED or tokens * pacer.a_token >= _LONG:
                 self._execute_long(step)
             else:
                 self.executor.execute(step, self._active, self._budget)
+        self.scheduler.order.served(steps, list(self._waiting), self._active)
         self._collect(self._active)
         if not self._active:
             self.executor.notify()
@@ -411,7 +416,8 @@ class EngineLoop:
         while True:
             with self._changed:
                 waiting = list(self._waiting)
-            for group in admit(waiting, self.slots):
+            order = self.scheduler.order
+            for group in admit(order.waiting(waiting, self._active), self.slots):
                 with self._changed:
                     self._waiting.remove(group)
                     self._active.append(group)
@@ -419,7 +425,7 @@ class EngineLoop:
                     self._events().placed(group)
             promote(self._waiting, self._active)
             # Exact replies stay: what is computed again would not be cut where it was.
-            later = None if self._exact else to_give_way(list(self._waiting), self._active)
+            later = None if self._exact else order.to_give_way(list(self._waiting), self._active)
             if later is None:
                 break
             self.executor.preempt(later)

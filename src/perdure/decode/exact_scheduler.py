@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from perdure.decode.scheduler import Budget, Chunk, Slots, Step, first_rank, in_turn, ready, set_of
+from perdure.decode.scheduler import Budget, Chunk, QueueOrder, Slots, Step, ready, set_of
 from perdure.decode.sequence import SequenceGroup, TokenSequence
 
 
 class ExactScheduler:
     """Every step is of one sequence and cut at fixed places, so that a reply has the bits it has alone."""
+
+    order = QueueOrder()
 
     def next_steps(
         self, groups: Iterable[SequenceGroup], slots: Slots, budget: Budget, *, turn: int
@@ -21,7 +23,7 @@ class ExactScheduler:
         for chunk in chunks:
             # Also those that a grammar forced: alone each has the bits that it has where nothing is forced.
             chunk.count = 1
-        for group, sequence in in_turn(first_rank(prefills), turn)[:1]:
+        for group, sequence in self.order.prompts(prefills, turn)[:1]:
             assert sequence.seq is not None
             count = context.same_adapters(sequence.seq, sequence.cached, self._count(sequence, budget))
             if sequence.media:

@@ -54,6 +54,8 @@ class Request(RequestOptions):
     processors: Sequence[Processor] = ()
     namespace: str = ""
     """Whose prompt it is: kept state is never shared between namespaces."""
+    weight: float = 1.0
+    """Of its namespace, where several share the engine (`Backend.weights`)."""
     conversation: str = ""
     """What tells its conversation from others of the namespace: what it leaves behind is evicted first. Empty
     where that is not known."""
@@ -186,6 +188,7 @@ _OWN = Request.__dataclass_fields__.keys() - {
     "continued",
     "resumed",
     "idle",
+    "weight",
     "event_id",
 }
 KEYWORDS = _OWN | Sampling.__dataclass_fields__.keys() | {"sampling", "stop", "grammar", "schema", "regex"}

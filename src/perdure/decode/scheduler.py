@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from perdure.checks import is_number
 from perdure.decode.request import KeptPrefix, ReuseReport
-from perdure.decode.sequence import PendingPrefix, SequenceGroup, SlotAssignment, TokenSequence
+from perdure.decode.sequence import PendingPrefix, Rank, SequenceGroup, SlotAssignment, TokenSequence
 from perdure.engine.adapters import AdapterSet
 from perdure.engine.context import Context
 from perdure.errors import CannotRewindError, InvalidInputError
@@ -115,6 +115,7 @@ class Chunk:
 Step: TypeAlias = Sequence[Chunk]
 """What one native call computes."""
 Ready: TypeAlias = list[tuple[SequenceGroup, TokenSequence]]
+Groups: TypeAlias = Sequence[SequenceGroup]
 
 
 class Slots:
@@ -175,13 +176,12 @@ class Slots:
 
 
 def admit(waiting: Iterable[SequenceGroup], slots: Slots) -> Iterator[SequenceGroup]:
-    """Give free slots to waiting groups, by rank; first come first served among those of one rank.
-
-    Yields each group that was dealt with: it has a slot now, or an error ended it.
-    """
-    for group in sorted(waiting, key=_rank):
+    """Give free slots to waiting groups, the first one first. Yields each group that was dealt with: it has a
+    slot now, or an error ended it."""
+    for group in waiting:
         if group.pending_prefix is not None and not slots.is_ready(group.pending_prefix):
             continue
+        group.pending_prefix = None
         first = group.sequences[0]
         try:
             # At least one token is computed, so that there is a row to draw from; a scored prompt needs all.
@@ -234,14 +234,40 @@ def _outside_media(sequence: TokenSequence, slot: SlotAssignment, context: Conte
     return replace(slot, cached=start, report=report)
 
 
-def to_give_way(waiting: Iterable[SequenceGroup], active: Sequence[SequenceGroup]) -> SequenceGroup | None:
-    """The active group that gives its slot to a waiting one of a lower rank: that of the highest rank, and of
-    those the one that came last."""
-    first = min((group.rank for group in waiting if group.pending_prefix is None), default=None)
-    if first is None:
-        return None
-    later = [group for group in active if group.rank > first and group.slots == 1 and group.can_give_way]
-    return max(later, key=_rank_and_age, default=None)
+class QueueOrder:
+    """Which request goes first: by rank, and of one rank as they came.
+
+    The part "order of namespaces" of an extension takes its place once a request has a namespace. Only the
+    engine thread calls it, between steps; `shares` is for any thread.
+    """
+
+    def waiting(self, groups: Groups, active: Groups) -> list[SequenceGroup]:
+        """Those that wait for slots, the first one first."""
+        return sorted(groups, key=lambda group: group.rank)
+
+    def to_give_way(self, waiting: Groups, active: Groups) -> SequenceGroup | None:
+        """The active group that gives its slot to a waiting one of a lower rank."""
+        first = min((group.rank for group in waiting if group.pending_prefix is None), default=Rank.IDLE)
+        return self.last_of(group for group in active if group.rank > first)
+
+    def last_of(self, groups: Iterable[SequenceGroup]) -> SequenceGroup | None:
+        """Of the groups that can give their slots away, the one of the highest rank that came last."""
+        able = [group for group in groups if group.slots == 1 and group.can_give_way]
+        return max(able, key=lambda group: (group.rank, group.sequences[0].submitted), default=None)
+
+    def prompts(self, prefills: Ready, turn: int) -> Ready:
+        """The prompts that are read now: those of the first rank that there is, which take turns."""
+        first = min((group.rank for group, _ in prefills), default=0)
+        prefills = [pair for pair in prefills if pair[0].rank == first]
+        at = turn % len(prefills) if prefills else 0
+        return prefills[at:] + prefills[:at]
+
+    def served(self, steps: Sequence[Step], waiting: Groups, active: Groups) -> None:
+        """The steps of a round were computed."""
+
+    def shares(self) -> Mapping[str, Mapping[str, float]]:
+        """By namespace: its `weight`, tokens `served`, and by how many it `lags` behind its share."""
+        return {}
 
 
 def promote(waiting: Iterable[SequenceGroup], active: Sequence[SequenceGroup]) -> None:
@@ -251,14 +277,6 @@ def promote(waiting: Iterable[SequenceGroup], active: Sequence[SequenceGroup]) -
             for other in active:
                 if other.rank > group.rank and any(each.seq == pending.seq for each in other.sequences):
                     other.rank = group.rank
-
-
-def _rank(group: SequenceGroup) -> int:
-    return group.rank
-
-
-def _rank_and_age(group: SequenceGroup) -> tuple[int, float]:
-    return group.rank, group.sequences[0].submitted
 
 
 class AdapterTurns:
@@ -314,6 +332,8 @@ class AdapterTurns:
 class Scheduler(Protocol):
     """A way to put sequences into steps."""
 
+    order: QueueOrder
+
     def next_steps(
         self, groups: Iterable[SequenceGroup], slots: Slots, budget: Budget, *, turn: int
     ) -> list[Step]:
@@ -329,6 +349,7 @@ class BatchScheduler:
 
     def __init__(self, hold: float = 0.0) -> None:
         self._turns = AdapterTurns(hold)
+        self.order = QueueOrder()
 
     def next_steps(
         self, groups: Iterable[SequenceGroup], slots: Slots, budget: Budget, *, turn: int
@@ -362,13 +383,13 @@ class BatchScheduler:
     def _add_prompts(
         self, step: list[Chunk], prefills: Ready, slots: Slots, budget: Budget, turn: int
     ) -> None:
-        prefills = first_rank(prefills)
+        prefills = self.order.prompts(prefills, turn)
         # Replies of a later rank may be held up: nobody looks at them.
         alone = len(prefills) == 1 and all(chunk.group.rank > prefills[0][0].rank for chunk in step)
         replied = sum(chunk.count for chunk in step)
         tokens = min(budget.tokens - replied, budget.alone if alone else budget.chunk)
         rows = budget.rows - len(step)
-        for group, sequence in in_turn(prefills, turn):
+        for group, sequence in prefills:
             if tokens <= 0 or rows <= 0:
                 break
             chunk = _prompt_chunk(group, sequence, slots, tokens, rows)
@@ -415,17 +436,6 @@ def set_of(sequence: TokenSequence, context: Context) -> AdapterSet:
     """What the next token of a sequence is computed with."""
     assert sequence.seq is not None
     return context.adapters_of(sequence.seq).at(sequence.cached)
-
-
-def first_rank(prefills: Ready) -> Ready:
-    """The prompts that are read now: those of the first rank that there is."""
-    first = min((group.rank for group, _ in prefills), default=0)
-    return [pair for pair in prefills if pair[0].rank == first]
-
-
-def in_turn(prefills: Ready, turn: int) -> Ready:
-    first = turn % len(prefills) if prefills else 0
-    return prefills[first:] + prefills[:first]
 
 
 def _prompt_chunk(

@@ -37,7 +37,7 @@ from perdure.chat.parsing.json_calls import (
     JsonObjectsParser as JsonObjectsParser,
     decoded_string as decoded_string,
 )
-from perdure.chat.parsing.json_scanner import BoundedText as BoundedText, JsonScanner as JsonScanner
+from perdure.chat.parsing.json_scanner import JsonScanner as JsonScanner
 from perdure.chat.parsing.reply_parser import parse_reply as parse_reply
 from perdure.chat.parsing.rules import Rules as Rules
 from perdure.chat.past_conversations import PastConversation as PastConversation

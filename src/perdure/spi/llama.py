@@ -17,9 +17,7 @@ from perdure.engine.llama.native import library as library
 from perdure.engine.llama.native.declarations import (
     EvalCallback as EvalCallback,
     GraphTensor as GraphTensor,
-    ImportanceRow as ImportanceRow,
     LlamaBatch as LlamaBatch,
-    Override as Override,
 )
 from perdure.engine.llama.native.layout import StateLayout as StateLayout, window_rows as window_rows
 from perdure.engine.llama.native.log_sink import captured_errors as captured_errors

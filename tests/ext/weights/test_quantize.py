@@ -12,11 +12,11 @@ import pytest
 
 from perdure import Model
 from perdure.engine.llama.native import library
-from perdure.engine.llama.native.declarations import Override
 from perdure.errors import EngineError, InvalidInputError, ModelFileError, ModelNotFoundError
 from perdure.ext.weights import quantize as module
 from perdure.ext.weights.compare import compare
 from perdure.ext.weights.quantize import importance_matrix, quantize, read_importance, run_child
+from perdure.ext.weights.structures import Override
 from perdure.ext.weights.tensors import TensorFile
 from perdure.models import read_header
 

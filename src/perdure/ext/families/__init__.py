@@ -8,6 +8,7 @@ tagged          a tag for each argument, with bare values
 python_calls    calls as Python
 keyed           JSON objects with one key
 argument_types  what a tool's schema says that a bare value is
+bounded_text    a text that comes in pieces, up to a size
 learned         the form of calls that a template itself writes
 """
 

@@ -21,10 +21,10 @@ from perdure.ext.families.argument_types import (
     text_rule,
     within,
 )
+from perdure.ext.families.bounded_text import BoundedText
 from perdure.spi.chat import (
     LONGEST_HEADER,
     SPACE,
-    BoundedText,
     CallFormat,
     CallParser,
     CallWriter,

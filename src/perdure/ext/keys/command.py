@@ -31,6 +31,7 @@ _LIMITS = {
     "tokens_per_day": "tokens a day",
     "sessions": "sessions",
     "stored_bytes": "bytes stored",
+    "weight": "weight",
 }
 """What a key may be limited to."""
 
@@ -70,6 +71,14 @@ def add(
     stored_bytes: int | None = typer.Option(
         None, "--stored-bytes", min=1, metavar="N", help="Most bytes stored, of all kinds."
     ),
+    weight: int | None = typer.Option(
+        None,
+        "--weight",
+        min=1,
+        metavar="N",
+        show_default="1",
+        help="Part of the engine that its namespace has while others ask too.",
+    ),
     file: File = None,
     store: StoreFolder = None,
 ) -> None:
@@ -86,6 +95,7 @@ def add(
         tokens_per_day=tokens_per_day,
         sessions=sessions,
         stored_bytes=stored_bytes,
+        weight=weight,
     )
     if (folder := _database(file, store)) is not None:
         with shared_keys(folder) as shared:

@@ -4,6 +4,7 @@ tensors         the tensors of a GGUF or safetensors file as floats, a few rows 
 safetensors     safetensors files, read with every claim of their header checked, and written
 quantize        llama.cpp's quantiser in a child process; importance matrices from texts
 quantize_child  that process
+structures      what it hands to the library
 compare         two files, tensor by tensor
 merge           several models into one (linear, SLERP, TIES), an adapter into its base
 peft            a PEFT adapter's folder as a GGUF adapter

@@ -34,7 +34,8 @@ def main(job: dict[str, Any]) -> None:
 def quantize(job: dict[str, Any]) -> dict[str, Any]:
     """Have the library write the file."""
     from perdure import EngineError, InvalidInputError
-    from perdure.spi.llama import Override, captured_errors, library
+    from perdure.ext.weights.structures import Override
+    from perdure.spi.llama import captured_errors, library
 
     lib = library.load()
     if not hasattr(lib, "llama_model_quantize"):
@@ -87,7 +88,7 @@ def quantize(job: dict[str, Any]) -> dict[str, Any]:
 def _importance_rows(path: str | None) -> tuple[Any, Any]:
     """The library's array for an importance matrix, and what must outlive it."""
     from perdure.ext.weights.quantize import read_importance
-    from perdure.spi.llama import ImportanceRow
+    from perdure.ext.weights.structures import ImportanceRow
 
     if path is None:
         return None, None

@@ -131,7 +131,7 @@ class BackendClient(AlwaysLoaded):
         if (prompt := _plain(request.prompt)) is not request.prompt:
             request = replace(request, prompt=prompt)
         self._wait_ready()
-        request = replace(request, event_id=request.event_id or next(self.events.ids))
+        request = replace(self.weighed(request), event_id=request.event_id or next(self.events.ids))
         if (observer := request.observe) is not None:
             if isinstance(observer, Subscription):
                 self.events.forward(request.event_id, observer)
@@ -167,6 +167,9 @@ class BackendClient(AlwaysLoaded):
 
     def embedding_width(self) -> int:
         return self._ask("backend", Backend.embedding_width)
+
+    def shares(self) -> Mapping[str, Mapping[str, float]]:
+        return self._ask("backend", Backend.shares)
 
     def second_opening(self, adapters: Scales | None) -> SecondOpening:
         return self._ask("backend", Backend.second_opening, adapters)

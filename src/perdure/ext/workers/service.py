@@ -31,7 +31,7 @@ _SHORT = 16 << 10
 """Characters, or tokens, that are converted where messages are read: a thread would take longer to start."""
 _LONG_TEXTS = 2
 """Threads for those that are longer."""
-_BACKEND_CALLS = frozenset({"embed", "embedding_width", "load", "second_opening"})
+_BACKEND_CALLS = frozenset({"embed", "embedding_width", "load", "second_opening", "shares"})
 """What may be asked of the backend itself."""
 
 

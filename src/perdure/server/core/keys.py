@@ -34,7 +34,7 @@ METRICS = "metrics"
 
 _NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_LIMITS = ("requests_per_minute", "tokens_per_day", "sessions", "stored_bytes")
+_LIMITS = ("requests_per_minute", "tokens_per_day", "sessions", "stored_bytes", "weight")
 _MINUTE, _DAY = 60.0, 86400.0
 _KEPT_DAYS = 31
 SAVED_AFTER = 10.0
@@ -56,6 +56,8 @@ class Key:
     """Sessions and stored responses of its namespace."""
     stored_bytes: int | None = None
     """Of all sessions, stored responses, turns and memories of its namespace."""
+    weight: int | None = None
+    """What part of the engine its namespace has while others ask too; None: 1."""
 
     def __post_init__(self) -> None:
         if not _NAMESPACE.fullmatch(self.namespace):
@@ -301,6 +303,14 @@ class Keys:
             nbytes=min((key.stored_bytes for key in keys if key.stored_bytes is not None), default=None),
         )
 
+    @property
+    def weights(self) -> dict[str, float]:
+        """Of the namespaces: the largest among the keys of each."""
+        weights: dict[str, float] = {}
+        for key in self:
+            weights[key.namespace] = max(weights.get(key.namespace, 1), key.weight or 1)
+        return weights
+
     def namespace(self, secret: str | None) -> str | None:
         """Whose key this is; None where it is nobody's. Takes as long for a wrong key as for a right one."""
         if not self.required:
@@ -392,6 +402,7 @@ def new_key(
     tokens_per_day: int | None = None,
     sessions: int | None = None,
     stored_bytes: int | None = None,
+    weight: int | None = None,
 ) -> tuple[str, Key]:
     """A fresh secret, and the key as it is kept."""
     secret = f"pk-{secrets.token_urlsafe(32)}"
@@ -403,6 +414,7 @@ def new_key(
         tokens_per_day=tokens_per_day,
         sessions=sessions,
         stored_bytes=stored_bytes,
+        weight=weight,
     )
 
 
@@ -468,5 +480,5 @@ def _toml(path: Path, text: str) -> list[Key]:
         for digest in digests if isinstance(digests, list) else [digests]:
             if not isinstance(digest, str):
                 raise InvalidInputError(f"{path}: the key of {namespace} is a text, or a list of texts")
-            keys.append(Key(namespace, digest.lower()))
+            keys.append(parse_line(f"{namespace}:{digest}"))
     return keys

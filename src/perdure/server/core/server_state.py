@@ -288,7 +288,8 @@ class ServerState:
         self.reasoning_cipher.limit = self.limits.body_bytes
 
     def limit_namespaces(self) -> None:
-        """Have each namespace store no more than its keys say, as they are now."""
+        """Have each namespace store no more than its keys say, as they are now, and have its share."""
+        self.models.weigh()
         for namespace in {*self.keys.namespaces, *self._limited}:
             self.sessions.store.limit(namespace, self.keys.quota(namespace))
         self._limited = self.keys.namespaces
@@ -382,6 +383,7 @@ class ModelDirectory:
             raise InvalidInputError("this server has no pool of models: its next start can serve it")
         model = self.pool.add(spec)
         model.backend.attach_loop(self._loop)
+        self.weigh()
         return model
 
     def add_pulled(self, name: str, source: str) -> str:
@@ -400,6 +402,11 @@ class ModelDirectory:
         self._loop = loop
         for runtime in self.runtimes:
             runtime.backend.attach_loop(loop)
+
+    def weigh(self) -> None:
+        """Have the engines shared between namespaces by the weights of their keys."""
+        for runtime in self.runtimes:
+            runtime.backend.weights = self._server.keys.weights
 
     @property
     def pooled(self) -> list[PooledModel]:
