@@ -50,7 +50,7 @@ from perdure.server.core.keys import (
     parse_line as parse_line,
     usage_file as usage_file,
 )
-from perdure.server.core.metrics import StreamEnd as StreamEnd
+from perdure.server.core.metrics import RequestObserver as RequestObserver, StreamEnd as StreamEnd
 from perdure.server.core.middleware import (
     ASSETS as ASSETS,
     FILE_TYPE as FILE_TYPE,

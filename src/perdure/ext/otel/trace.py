@@ -30,7 +30,7 @@ from starlette.types import Scope
 from perdure import ChatReply, Reply, Usage
 from perdure.ext.otel.delivery import SpanQueue
 from perdure.ext.otel.metrics import Meters
-from perdure.spi.server import VISIT, StreamEnd
+from perdure.spi.server import VISIT, RequestObserver, StreamEnd
 
 log = logging.getLogger("perdure.otel")
 
@@ -74,8 +74,8 @@ def resource(version: str, instance: str) -> Any:
     return Resource.create().merge(Resource(own)).merge(OTELResourceDetector().detect())
 
 
-class RequestTracer:
-    """A `RequestObserver`: makes spans and records metrics of a server's requests."""
+class RequestTracer(RequestObserver):
+    """Makes spans and records metrics of a server's requests."""
 
     def __init__(self, queue: SpanQueue, meters: Meters, of: Any) -> None:
         # Which traces: the variables OTEL_TRACES_SAMPLER and OTEL_TRACES_SAMPLER_ARG.
