@@ -152,6 +152,7 @@ PLANTED = {
     "perdure-loop-watch": (HERE, "test_the_watch_of_the_event_loop"),
     "perdure-notice": (HERE, "test_a_timer_that_fails_says_so"),
     "perdure-observer": (HERE, "test_an_observer_that_fails_gets_the_next_event"),
+    "perdure-otel": ("ext/otel/test_otel.py", "test_spans_behind_a_batch_whose_sending_fails_are_sent"),
     "perdure-pending": (HERE, "test_what_is_written_behind_a_reply"),
     "perdure-pool": (HERE, "test_the_pool"),
     "perdure-prefetch": (HERE, "test_prefetching_goes_on_with_what_is_due_next"),

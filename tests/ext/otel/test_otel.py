@@ -22,6 +22,7 @@ from ext.otel.collector import Collector, Span, collecting
 from ext.responses.test_websocket import respond
 from perdure import InvalidInputError
 from perdure.cli.app import app
+from perdure.events.background import FAILURES
 from perdure.ext.otel import delivery, telemetry
 from perdure.ext.otel.telemetry import Telemetry
 from perdure.server.core.keys import Keys, new_key
@@ -395,6 +396,22 @@ def test_what_a_collector_refuses_is_counted_and_told_once(
     seen.report(taken=True)
     (again,) = caplog.records
     assert "again" in again.getMessage()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_spans_behind_a_batch_whose_sending_fails_are_sent(
+    toy_server: LiveServer, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed, send = FAILURES["perdure-otel"], delivery.SpanQueue._send
+
+    def sending(queue: delivery.SpanQueue) -> None:
+        if FAILURES["perdure-otel"] == failed:
+            raise SystemExit("planted")
+        send(queue)
+
+    monkeypatch.setattr(delivery.SpanQueue, "_send", sending)
+    sent(toy_server, collector)
+    assert FAILURES["perdure-otel"] == failed + 1
 
 
 def test_nothing_is_left_once_it_ends(toy_server: LiveServer, collector: Collector) -> None:
