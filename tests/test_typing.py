@@ -81,7 +81,7 @@ def test_mypy_finds_each_misspelt_or_mistyped_option_and_nothing_else(tmp_path: 
 def test_the_keywords_are_the_fields() -> None:
     assert set(SamplingKeywords.__annotations__) == set(Sampling.__dataclass_fields__)
     asked = set(RequestKeywords.__annotations__) - set(SamplingKeywords.__annotations__)
-    own = {"prompt", "stops", "reply_prefix", "emitted", "continued", "idle", "event_id", "resumed"}
+    own = {"prompt", "stops", "reply_prefix", "emitted", "continued", "idle", "event_id", "resumed", "weight"}
     assert asked == set(Request.__dataclass_fields__) - own | {"stop", "schema", "regex"}
     chatted = set(ChatKeywords.__annotations__) - set(RequestKeywords.__annotations__)
     assert chatted == set(ChatOptions.__dataclass_fields__) | {"chat_template_kwargs"}

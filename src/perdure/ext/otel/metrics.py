@@ -122,7 +122,7 @@ class _Exporter(OTLPMetricExporter):  # type: ignore[misc]
         self._resource = resource
         self._started = started
 
-    def export(self, metrics_data: Any, timeout_millis: float = 10_000, **more: Any) -> Any:
+    def export(self, metrics_data: Any, timeout_millis: float = 10_000, **more: object) -> Any:
         own = ScopeMetrics(
             InstrumentationScope("perdure"),
             read(self._registry.collect(), self._started, time.time_ns()),
